@@ -67,8 +67,8 @@ def progress(
     if total is None:
         length = length_hint(loader, -1)  # a loader that streams has no length
         total = None if length < 0 else start + length
-    log = _Log(log_to, log_every) if log_to is not None and is_first else None
-    return Progress(loader, optimizer, screen, tokens, start, total, log)
+    writer = log_to if is_first else None
+    return Progress(loader, optimizer, screen, tokens, start, total, writer, log_every)
 
 
 def _check(every_s: float, tokens: object, start: int, log_every: int) -> None:
@@ -84,24 +84,12 @@ def _check(every_s: float, tokens: object, start: int, log_every: int) -> None:
         )
 
 
-class _Log(NamedTuple):
-    writer: Writer
-    every: int  # steps
-
-
 class _DonePoint(NamedTuple):
     """A point in time, and the steps and tokens done by then."""
 
     at_s: float
     done: int
     tokens: int
-
-
-class _Speed(NamedTuple):
-    """The average speed of late. tokens_per_s: None: not known."""
-
-    step_s: float
-    tokens_per_s: float | None
 
 
 class Progress(Generic[_T]):
@@ -118,11 +106,13 @@ class Progress(Generic[_T]):
         tokens: int | Callable[[_T], int] | None,
         start: int,
         total: int | None,
-        log: _Log | None,
+        writer: Writer | None,
+        log_every: int,
     ) -> None:
         self._loader, self._optimizer, self._screen = loader, optimizer, screen
         self._device = _device_of(optimizer)
-        self._tokens_of, self._start, self._total, self._log = tokens, start, total, log
+        self._tokens_of, self._start, self._total = tokens, start, total
+        self._writer, self._log_every = writer, log_every
         self._batches: Iterator[_T] | None = None  # None: no batch has been requested yet
         self._is_over = False
         self._numbers: dict[str, Any] = {}  # set by the loop; tensors are not read yet
@@ -178,10 +168,9 @@ class Progress(Generic[_T]):
 
     def _tell(self, is_last: bool) -> None:
         """Show a line and log the numbers, each if it is due."""
-        now_s, log = time.monotonic(), self._log
+        now_s, is_due = time.monotonic(), is_last or self._done % self._log_every == 0
         shows = self._done > self._shown_done and (is_last or self._screen.is_due)
-        logs = log is not None and self._done > self._logged_done
-        logs = logs and (is_last or self._done % log.every == 0)  # type: ignore[union-attr]
+        logs = self._writer is not None and is_due and self._done > self._logged_done
         if not shows and not logs:
             return
         told = None if self._optimizer is None else report(self._optimizer)
@@ -196,26 +185,27 @@ class Progress(Generic[_T]):
             self._logged_done = self._done
             self._write(told, live, numbers)
 
-    def _speed(self) -> _Speed:
+    def _speed(self) -> tuple[float, float | None]:
+        """Return the average seconds of a step of late, and tokens per second; None: not known."""
         first, last = self._points[0], self._points[-1]
         spent_s = max(last.at_s - first.at_s, 1e-9)
         tokens = None if not self._tokens else (last.tokens - first.tokens) / spent_s
-        return _Speed(spent_s / max(1, last.done - first.done), tokens)
+        return spent_s / max(1, last.done - first.done), tokens
 
     def _parts(self, live: Mapping[str, float], numbers: Mapping[str, float]) -> list[LinePart]:
-        speed, done = self._speed(), self._start + self._done
+        (step_s, tokens_per_s), done = self._speed(), self._start + self._done
         parts = [LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
         if "loss" in numbers:
             parts.append(LinePart(f"loss {numbers['loss']:.4g}", 1))
-        if speed.tokens_per_s is not None:
-            parts.append(LinePart(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
-        parts.append(LinePart(f"{speed.step_s:.2f} s/step", 6))
+        if tokens_per_s is not None:
+            parts.append(LinePart(f"{tokens_per_s:,.0f} tokens/s", 2))
+        parts.append(LinePart(f"{step_s:.2f} s/step", 6))
         if "stall_share" in live:
             parts.append(LinePart(f"waiting {live['stall_share']:.0%}", 3))
         if live:
             parts.append(LinePart(_tiers(live, self._device), 4))
         if self._total and self._total > done:
-            parts.append(LinePart(f"{_clock((self._total - done) * speed.step_s)} left", 5))
+            parts.append(LinePart(f"{_clock((self._total - done) * step_s)} left", 5))
         others = (item for item in numbers.items() if item[0] != "loss")
         return parts + [LinePart(f"{name} {value:.4g}", 7) for name, value in others]
 
@@ -223,15 +213,13 @@ class Progress(Generic[_T]):
         self, told: Report | None, live: Mapping[str, float], numbers: Mapping[str, float]
     ) -> None:
         """Log the report's numbers, those of the line, and the loop's own."""
-        assert self._log is not None
-        speed = self._speed()
+        assert self._writer is not None
+        step_s, tokens_per_s = self._speed()
         ours = {**(told.to_dict() if told is not None else {}), **live}
-        ours["seconds_per_step"] = speed.step_s
-        if speed.tokens_per_s is not None:
-            ours["tokens_per_s"] = speed.tokens_per_s
+        ours |= {"seconds_per_step": step_s, "tokens_per_s": tokens_per_s}
         plain = {name: value for name, value in ours.items() if isinstance(value, int | float)}
         both = {**below("offload", plain), **below("train", numbers)}
-        log_numbers(self._log.writer, both, self._start + self._done)
+        log_numbers(self._writer, both, self._start + self._done)
 
 
 def _screen_failed(error: Exception) -> None:

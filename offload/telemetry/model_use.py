@@ -136,13 +136,15 @@ class ModelUse:
     def of(cls, made: Prepared, total: MetricsSnapshot, last: Iteration | None) -> ModelUse:
         """Collect what a prepared model uses. last: its last iteration; None: it took no step."""
         assert made.engine is not None
-        residency = made.engine.residency
+        residency, activations = made.engine.residency, ActivationUse.of(made, total)
+        stored_bytes = sum(store.stats().used_bytes for store in made.stores)
+        on_disk_bytes = stored_bytes + made.shares.gradients_on_disk
         return cls(
             units=len(made.units),
             param_bytes=sum(map(made.prepare_plan.host_bytes_of, made.units)),
             shares=made.shares,
             held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
-            disk_bytes=_disk_bytes(made),
+            disk_bytes=on_disk_bytes + (activations.disk_bytes if activations is not None else 0),
             depth=residency.prefetch.depth,
             hits=total.counts.get("parameter_hits", 0),
             misses=total.counts.get("parameter_misses", 0),
@@ -151,7 +153,7 @@ class ModelUse:
             round_s=last.total_s if last is not None else None,
             round_waited_s=last.waited_s if last is not None else 0.0,
             read_bytes_per_s=residency.prefetch.read_bytes_per_s,
-            activations=ActivationUse.of(made, total),
+            activations=activations,
             shared=SharedUse.of(made, total),
         )
 
@@ -204,17 +206,6 @@ class ModelUse:
         notes.append(("host memory, taken", self.shares.taken))
         notes.append(("disk, in use", size(self.disk_bytes)))
         return notes
-
-
-def _disk_bytes(made: Prepared) -> int:
-    """Sum the bytes of drives in use now, for all that belongs to the model."""
-    assert made.engine is not None
-    kept = made.engine.activations
-    return (
-        sum(store.stats().used_bytes for store in made.stores)
-        + made.shares.gradients_on_disk
-        + (kept.disk_bytes if kept is not None else 0)
-    )
 
 
 def _waited_s(snapshot: MetricsSnapshot, causes: Iterable[str]) -> float:

@@ -66,7 +66,7 @@ def _report(
         trace=made.trace if made is not None else None,
         samples=metrics.samples(),
         steps_done=steps_done,
-        about=_about(made, session),
+        about=_about_model(made) if made is not None else _about_optimizer(session),
     )
 
 
@@ -99,13 +99,6 @@ def _session_of(optimizer: Any) -> Session:
 # --- what a run is --------------------------------------------------------------------------------
 
 
-def _about(made: Prepared | None, session: Session | None) -> About:
-    if made is not None:
-        return _about_model(made)
-    assert session is not None
-    return _about_optimizer(session)
-
-
 def _about_model(made: Prepared) -> About:
     assert made.engine is not None
     prepare_plan, config = made.prepare_plan, made.prepare_plan.config
@@ -129,7 +122,8 @@ def _about_model(made: Prepared) -> About:
     )
 
 
-def _about_optimizer(session: Session) -> About:
+def _about_optimizer(session: Session | None) -> About:
+    assert session is not None
     config, plan = session.config, session.plan
     return About(
         title=type(session.optimizer).__mro__[2].__name__,  # after the engine's own two classes

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from statistics import median
 from typing import Any, Final
@@ -66,27 +67,18 @@ class HtmlReportUnits:
         self._units = [unit.name for unit in about.units]
         self._by_name = {name: number for number, name in reversed([*enumerate(self._units)])}
         self._by_param = {param.name: param.unit for param in about.params}
-        self._found: dict[str, int | None] = {}
-
-    def find(self, name: str) -> int | None:
-        if name not in self._found:
-            self._found[name] = self._look(name)
-        return self._found[name]
+        self.find = cache(self._look)
 
     def _look(self, name: str) -> int | None:
         head, _, what = name.partition(": ")
         number = head.rpartition(" ")[2]
-        if _is_number(number) and self._units[int(number) :][:1] == [what]:
+        # Longer digits are no unit's number, and slow to convert.
+        if number.isdecimal() and len(number) < 10 and self._units[int(number) :][:1] == [what]:
             return int(number)
         what = what or name
         if what in self._by_name:
             return self._by_name[what]
         return self._by_param.get(_SLICE.sub("", _MORE.sub("", what)))
-
-
-def _is_number(text: str) -> bool:
-    """Return whether `text` may be a unit's number. Longer digits are none, and slow to convert."""
-    return text.isdecimal() and len(text) < 10
 
 
 @dataclass
@@ -247,21 +239,18 @@ def draw(run: Run, tiers: Sequence[MemoryBands]) -> dict[str, Any]:
     drawn = sorted((e for e in run.events if e.row != STEP), key=lambda event: event.begin_s)
     names: dict[str, int] = {}
     finder = HtmlReportUnits(run.about)
-    lanes = _lanes(drawn)
-    rows = []
-    for event, lane in zip(drawn, lanes, strict=True):
-        unit = finder.find(event.name)
-        rows.append(
-            [
-                KINDS.index(kind_of(event)),
-                lane,
-                names.setdefault(printable(event.name), len(names)),
-                -1 if unit is None else unit,
-                _micros(event.begin_s),
-                _micros(event.end_s - event.begin_s),
-                event.nbytes,
-            ]
-        )
+    rows = [
+        [
+            KINDS.index(kind_of(event)),
+            lane,
+            names.setdefault(printable(event.name), len(names)),
+            -1 if (unit := finder.find(event.name)) is None else unit,
+            _micros(event.begin_s),
+            _micros(event.end_s - event.begin_s),
+            event.nbytes,
+        ]
+        for event, lane in zip(drawn, _lanes(drawn), strict=True)
+    ]
     steps = sorted((e for e in run.events if e.row == STEP), key=lambda event: event.begin_s)
     return {
         "kinds": KINDS,
