@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -304,8 +304,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        rows = [("", "in all", "last step"), ("steps", str(self.steps), "")]
-        rows += [*self._time_rows(), *self._byte_rows(), *self._ceiling_rows()]
+        rows = [*self._rows()]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         table = [f"{name:<{wide[0]}}  {a:>{wide[1]}}  {b:>16}".rstrip() for name, a, b in rows]
         key = [(name, f"{text} ({note})") for name, text, note in key_numbers(self.iterations)]
@@ -314,26 +313,22 @@ class Report:
         )
         return "\n".join([*above, *table, *notes])
 
-    def _time_rows(self) -> list[tuple[str, str, str]]:
-        both = self.total, self.last
-        rows = [("time in step()", f"{self.total.step_s:.3f} s", f"{self.last.step_s:.3f} s")]
-        for cause, value in self.total.seconds.items():
-            if value >= _SHOWN_S:
-                text = [_part(one.seconds.get(cause, 0.0), one.step_s) for one in both]
-                rows.append((f"  {show_cause(IN_STEP + cause)}", text[0], text[1]))
-        return rows
-
-    def _byte_rows(self) -> list[tuple[str, str, str]]:
-        return [
-            (text, format_size(self.total.moved[name]), format_size(self.last.moved[name]))
-            for name, text in MOVES.items()
-            if self.total.moved[name] or name == "disk_written_bytes"
-        ]
-
-    def _ceiling_rows(self) -> list[tuple[str, str, str]]:
-        both = [one.share_of_ceiling for one in (self.total, self.last)]
-        texts = ["not known" if share is None else show_share(share) for share in both]
-        return [("share of step()'s own ceiling", texts[0], texts[1])]
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the rows of the table: a name, in all, in the last step."""
+        total, last = self.total, self.last
+        yield "", "in all", "last step"
+        yield "steps", str(self.steps), ""
+        yield "time in step()", f"{total.step_s:.3f} s", f"{last.step_s:.3f} s"
+        for cause, seconds in total.seconds.items():
+            if seconds >= _SHOWN_S:
+                of_last = _part(last.seconds.get(cause, 0.0), last.step_s)
+                yield f"  {show_cause(IN_STEP + cause)}", _part(seconds, total.step_s), of_last
+        for name, text in MOVES.items():
+            if total.moved[name] or name == "disk_written_bytes":
+                yield text, format_size(total.moved[name]), format_size(last.moved[name])
+        shares = [one.share_of_ceiling for one in (total, last)]
+        texts = ["not known" if share is None else show_share(share) for share in shares]
+        yield "share of step()'s own ceiling", texts[0], texts[1]
 
     def _notes(self) -> list[tuple[str, str]]:
         plan, size = self.plan, format_size

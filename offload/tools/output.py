@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TextIO
+from typing import Any, TextIO
 
 from offload.core.config import format_size
 from offload.core.errors import OffloadError
@@ -105,9 +105,9 @@ def _wrapped(head: str, text: str, width: int) -> list[str]:
     ) or [head.rstrip()]
 
 
-def count_statuses(kind: type[StrEnum], found: Iterable[StrEnum]) -> dict[str, int]:
-    """Count each status of `kind`, zeros included."""
-    counts = Counter(found)
+def count_statuses(kind: type[StrEnum], rows: Iterable[Any]) -> dict[str, int]:
+    """Count the rows of each status of `kind`, zeros included."""
+    counts = Counter(row.status for row in rows)
     return {status.value: counts[status] for status in kind}
 
 

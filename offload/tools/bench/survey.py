@@ -85,7 +85,6 @@ class SurveyResult:
     fallbacks were taken.
     """
 
-    device: str | None = None
     memory: Figure | None = None
     update: Figure | None = None
     update_ceiling: Figure | None = None
@@ -129,8 +128,6 @@ def survey(wanted: BenchRequest, listener: Listener) -> SurveyResult:
     transfer = open_transfer(device)
     making = _Survey(wanted, Bench(wanted.sizes, listener), transfer)
     found = making.found
-    if device.type != "cpu":
-        found.device = device.type
     try:
         making.measure_alone()
         if wanted.needs_traffic:

@@ -64,7 +64,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, object]:
     return {
         "version": offload.__version__,
         "rows": [asdict(row) for row in rows],
-        "summary": {**_count(rows), "exit_code": exit_code(rows)},
+        "summary": {**count_statuses(Severity, rows), "exit_code": exit_code(rows)},
     }
 
 
@@ -106,13 +106,9 @@ def _coloured(line: str, begin: int, end: int) -> str:
     return f"{line[:begin]}\x1b[{code}m{line[begin:end]}\x1b[0m{line[end:]}"
 
 
-def _count(rows: Sequence[Row]) -> dict[str, int]:
-    return count_statuses(Severity, (row.status for row in rows))
-
-
 def summarize(rows: Sequence[Row]) -> str:
     """Format the last line: the counts, and a verdict."""
-    counts = _count(rows)
+    counts = count_statuses(Severity, rows)
     numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
     if counts["missing"]:
         return f"{numbers}: offload cannot run like this; mend what is missing."

@@ -108,7 +108,7 @@ def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
         "about": about,
         "checks": [asdict(result) for result in findings.results],
         "summary": {
-            **count(findings.results),
+            **count_statuses(CheckStatus, findings.results),
             "exit_code": EXIT_FAILED if findings.has_failed else 0,
         },
     }
@@ -132,15 +132,11 @@ def _told(result: CheckResult) -> str:
     return f"{result.count:,} {result.text}" if result.status is CheckStatus.PASSED else result.text
 
 
-def count(results: Sequence[CheckResult]) -> dict[str, int]:
-    return count_statuses(CheckStatus, (result.status for result in results))
-
-
 def summarize(results: Sequence[CheckResult]) -> str:
     """Return the last line: the counts, the seconds and the verdict."""
-    numbers = ", ".join(f"{count} {status}" for status, count in count(results).items())
-    seconds = sum(result.seconds for result in results)
-    text = f"{numbers}, in {seconds:.0f} s"
+    counts = count_statuses(CheckStatus, results)
+    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
+    text = f"{numbers}, in {sum(result.seconds for result in results):.0f} s"
     if any(result.status is CheckStatus.FAILED for result in results):
         return f"{text}: do not trust results here; please report this table."
     if all(result.status is CheckStatus.NOT_RUN for result in results):

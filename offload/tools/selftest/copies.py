@@ -224,10 +224,10 @@ def slow_disk(setting: Setting) -> PassedCheck:
     """
     fault = Fault(FaultKind.DELAY, forever=True, code=_DELAY_MS)
 
-    def make_late(params: list[Any]) -> Any:
-        mine = tight(setting, adamw(params))
+    def wrap_late(optimizer: Any) -> Any:
+        mine = tight(setting, optimizer)
         mine._offload_session.store.engine.inject(fault)
         return mine
 
-    count = compare(setting, "slow disk", lambda params: wrap(adamw(params)), make_late)
+    count = compare(setting, "slow disk", adamw, wrap_late, judge=wrap)
     return PassedCheck(f"tensors, each disk operation {_DELAY_MS} ms late", count)

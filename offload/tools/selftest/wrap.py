@@ -44,7 +44,7 @@ _GENERIC: dict[str, _Make] = {
 def memory(setting: Setting) -> PassedCheck:
     """Compare updates with all state in host memory with torch's fused ones."""
     require_promise()
-    count = sum(_compare(setting, name, make, on_disk=False) for name, make in _NATIVE.items())
+    count = sum(compare(setting, name, make, wrap) for name, make in _NATIVE.items())
     return PassedCheck(f"tensors beside torch, fused: {', '.join(_NATIVE)}", count)
 
 
@@ -54,9 +54,10 @@ def disk(setting: Setting) -> PassedCheck:
     The reference is torch's own update where it has the bits of ours, else ours with all state in
     memory.
     """
-    has_promise, count = without_promise() is None, 0
+    on_little, count = partial(tight, setting), 0
+    has_promise = without_promise() is None
     for name, make in _NATIVE.items():
-        count += _compare(setting, name, make, on_disk=True, is_judged_by_torch=has_promise)
+        count += compare(setting, name, make, on_little, None if has_promise else wrap)
     beside = "torch" if has_promise else "the same in memory"
     return PassedCheck(f"tensors beside {beside}, state on disk: {', '.join(_NATIVE)}", count)
 
@@ -68,9 +69,10 @@ def optimizers(setting: Setting) -> PassedCheck:
     The reference is torch's own class on the CPU; for Lion, ours with all state in memory.
     """
     chosen = dict(list(_GENERIC.items())[:2]) if setting.is_quick else _GENERIC
-    count = sum(_compare(setting, name, make, on_disk=True) for name, make in chosen.items())
+    on_little = partial(tight, setting)
+    count = sum(compare(setting, name, make, on_little) for name, make in chosen.items())
     lion = partial(Lion, lr=1e-3, weight_decay=0.1)
-    count += _compare(setting, "Lion", lion, on_disk=True, is_judged_by_torch=False)
+    count += compare(setting, "Lion", lion, on_little, judge=wrap)
     return PassedCheck(f"tensors: {', '.join(chosen)}, Lion", count)
 
 
@@ -105,50 +107,30 @@ def half(setting: Setting) -> PassedCheck:
 # --- comparison of plain and wrapped training -----------------------------------------------------
 
 
-def _compare(
-    setting: Setting, name: str, make: _Make, on_disk: bool, is_judged_by_torch: bool = True
-) -> int:
-    """Compare an optimizer with the same one wrapped, with its state in memory or mostly on disk.
-    is_judged_by_torch: False if the reference is wrapped, too, with all state in memory.
-    """
-
-    def in_memory(params: list[Any]) -> Any:
-        return wrap(make(params))
-
-    def on_little(params: list[Any]) -> Any:
-        return tight(setting, make(params))
-
-    def look(mine: Any) -> None:
-        moved = report(mine).disk_read_bytes
-        require(bool(moved) is on_disk, f"{name}: bytes read", got=moved, expected=f"{on_disk=}")
-
-    judge = make if is_judged_by_torch else in_memory
-    return compare(setting, name, judge, on_little if on_disk else in_memory, look)
-
-
 def compare(
     setting: Setting,
     name: str,
-    judge: _Make,
     make: _Make,
-    look: Callable[[Any], None] = lambda mine: None,
+    wrapped: Callable[[Any], Any],
+    judge: Callable[[Any], Any] | None = None,
 ) -> int:
-    """Compare a loop on the CPU, with the optimizer that `judge` makes, with a wrapped one on the
-    device, from the same gradients; return how many tensors were compared. look: is called with the
-    wrapped optimizer before it is closed.
+    """Compare a plain loop on the CPU with a wrapped one on the device, from the same gradients;
+    return how many tensors were compared. wrapped: wraps ours, with state on disk unless it is
+    `wrap`. judge: wraps the reference; None: that is the plain optimizer.
     """
     start = tensors(setting.seed)
     plain = parameters(start, "cpu")
-    theirs = judge(plain)
+    theirs = make(plain) if judge is None else judge(make(plain))
     expected, expected_states = train_steps(plain, theirs, setting)
-    if hasattr(theirs, "close"):
+    if judge is not None:
         theirs.close()
     ours = parameters(start, setting.device)
-    mine = make(ours)
+    mine = wrapped(make(ours))
     got, states = train_steps(ours, mine, setting)
     count = require_same(got, expected, f"{name}: parameter")
     count += require_same_states(states, expected_states, f"{name}: state")
-    look(mine)
+    moved, on_disk = report(mine).disk_read_bytes, wrapped is not wrap
+    require(bool(moved) is on_disk, f"{name}: bytes read", got=moved, expected=f"{on_disk=}")
     mine.close()
     return count
 
