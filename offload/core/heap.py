@@ -21,8 +21,8 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from typing import Any, Final, Protocol
+from functools import cache, partial
+from typing import Any, Final
 
 from offload.core.metrics import Metrics
 
@@ -39,16 +39,7 @@ _NO_TRIM = (
 )
 
 
-class _Stats(Protocol):
-    @property
-    def used_bytes(self) -> int: ...
-
-
-class _Measurable(Protocol):
-    def stats(self) -> _Stats: ...
-
-
-def used_by(holder: _Measurable) -> Callable[[], int | None]:
+def used_by(holder: Any) -> Callable[[], int | None]:
     """Return a function that asks a pool or a store for its used bytes.
 
     The function has a weak reference to `holder`, and returns None once `holder` is collected.
@@ -57,21 +48,20 @@ def used_by(holder: _Measurable) -> Callable[[], int | None]:
 
     def ask() -> int | None:
         found = there()
-        return None if found is None else found.stats().used_bytes
+        return None if found is None else int(found.stats().used_bytes)
 
     return ask
 
 
-def resident_bytes() -> int | None:
-    """Return the RSS of this process; None where the system does not report it."""
-    pages = _pages()
-    return None if pages is None else pages[0] * _PAGE_BYTES
-
-
-def private_bytes() -> int | None:
-    """Return the RSS of this process without file-backed pages and shared memory; None as above."""
-    pages = _pages()
-    return None if pages is None else (pages[0] - pages[1]) * _PAGE_BYTES
+def resident_bytes(is_shared_too: bool = True) -> int | None:
+    """Return the RSS of this process; None where the system does not report it. is_shared_too: with
+    file-backed pages and shared memory.
+    """
+    # Unbuffered: it is asked dozens of times a step, and a buffer costs half of the time.
+    with suppress(OSError, ValueError), open("/proc/self/statm", "rb", buffering=0) as file:
+        _, resident, shared, _ = file.read(128).split(maxsplit=3)
+        return (int(resident) - (0 if is_shared_too else int(shared))) * _PAGE_BYTES
+    return None
 
 
 def resident_peak_bytes() -> int | None:
@@ -83,15 +73,6 @@ def resident_peak_bytes() -> int | None:
     return None
 
 
-def _pages() -> tuple[int, int] | None:
-    """Return the number of resident pages, and of the shared ones among them."""
-    # Unbuffered: it is asked dozens of times a step, and a buffer costs half of the time.
-    with suppress(OSError, ValueError), open("/proc/self/statm", "rb", buffering=0) as file:
-        _, resident, shared, _ = file.read(128).split(maxsplit=3)
-        return int(resident), int(shared)
-    return None
-
-
 class Heap:
     """The heap of this process, for its users: all prepared models and wrapped optimizers.
 
@@ -100,10 +81,10 @@ class Heap:
 
     def __init__(
         self,
-        private: Callable[[], int | None] = private_bytes,
+        private: Callable[[], int | None] | None = None,
         trim: Callable[[], bool] | None = None,
     ) -> None:
-        self._private = private
+        self._private = private or partial(resident_bytes, is_shared_too=False)
         self._trim = trim or give_back_free_pages
         self._users = 0
         self._level_bytes = 0  # RSS that needs no trimming

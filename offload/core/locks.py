@@ -204,7 +204,9 @@ class Gate:
     """A condition variable for data that `lock` guards. The caller takes the lock by `with`."""
 
     def __init__(self, lock: Lock) -> None:
-        self._lock = lock
+        # An RLock has methods that release, and take again, all of its levels at once.
+        self._let_go = getattr(lock, "_release_save", lock.release)
+        self._have_again = getattr(lock, "_acquire_restore", lambda _: lock.acquire())
         self._waiters: deque[Lock] = deque()
 
     def wait(self, timeout_s: float) -> None:
@@ -215,11 +217,11 @@ class Gate:
         with uninterrupted:
             waiter.acquire()
             self._waiters.append(waiter)
-            depth = _let_go(self._lock)
+            depth = self._let_go()
             try:
                 acquire(waiter, min(timeout_s, _RECHECK_S))
             finally:
-                _have_again(self._lock, depth)
+                self._have_again(depth)
                 with suppress(ValueError):  # `notify_all` has removed it
                     self._waiters.remove(waiter)
 
@@ -257,19 +259,6 @@ class Gate:
         with suppress(IndexError):  # no waiter is left
             while True:
                 self._waiters.popleft().release()
-
-
-def _let_go(lock: Lock) -> Any:
-    save = getattr(lock, "_release_save", None)  # an RLock has it: releases all levels at once
-    return lock.release() if save is None else save()
-
-
-def _have_again(lock: Lock, depth: Any) -> None:
-    restore = getattr(lock, "_acquire_restore", None)
-    if restore is None:
-        lock.acquire()
-    else:
-        restore(depth)
 
 
 class Flag:

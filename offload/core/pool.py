@@ -41,9 +41,7 @@ from offload.core.metrics import Metrics
 
 ARENA_ALIGN = 2 << 20  # a huge page
 PIECE_ALIGN = 4096  # leases start at a page: direct I/O needs it, and 64-byte alignment follows
-_RECHECK_S = (
-    0.05  # how long a waiting thread may miss an extent that returned while the lock was held
-)
+_RECHECK_S = 0.05  # how long a waiting thread may miss an extent that came back under the lock
 
 # Arenas that the device did not unregister: they stay mapped to the end of the process.
 _KEPT: list[object] = []
@@ -277,7 +275,8 @@ class Pool:
 
     def _wait_for(self, size: int, place: object, deadline_s: float | None) -> int | None:
         while True:
-            self._take_in_returned()
+            while self._returned:
+                self._extents.give_back(self._returned.popleft())
             begin = self._extents.find(size) if self._queue[0] is place else None
             if begin is not None:
                 self._extents.take_at(begin, size)
@@ -296,10 +295,6 @@ class Pool:
             f"{format_size(self._extents.largest_free)}; {why}; raise host_memory, or use less"
         )
 
-    def _take_in_returned(self) -> None:
-        while self._returned:
-            self._extents.give_back(self._returned.popleft())
-
     def _put_back(self, begin: int) -> None:
         """Return an extent to the pool. Finalizers call it: it must not block and must not fail."""
         self._returned.append(begin)
@@ -311,9 +306,10 @@ class Pool:
         return memoryview(self._memory(0, self.capacity_bytes)).cast("B")
 
     def stats(self) -> PoolStats:
-        self._check_process()
+        self._check_usable(may_be_closed=True)
         with self._lock:
-            self._take_in_returned()
+            while self._returned:
+                self._extents.give_back(self._returned.popleft())
             return PoolStats(self.capacity_bytes, self._extents.used, self._peak_bytes)
 
     def close(self) -> None:
@@ -332,15 +328,12 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_process(self) -> None:
+    def _check_usable(self, may_be_closed: bool = False) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "host pool: made by the parent process; a forked child must not use it"
             )
-
-    def _check_usable(self) -> None:
-        self._check_process()
-        if self._map is None:
+        if self._map is None and not may_be_closed:
             raise StateError("host pool: closed")
 
     def _memory(self, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:

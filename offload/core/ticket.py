@@ -115,7 +115,9 @@ class Ticket(Generic[T]):
 
     def _end(self, state: TicketState, result: T | None, error: BaseException | None) -> None:
         with self._lock:
-            self._move_to(state)
+            if state not in MOVES[self._state]:
+                raise self._illegal(state)
+            self._state = state
             self._result = result
             self._error = error
             follow = self._next
@@ -159,12 +161,17 @@ class Ticket(Generic[T]):
             )
         self._claim()
         try:
+            left_s = math.inf if timeout_s is None else max(timeout_s, 0.0)
             land = self.land  # None once the act has ended
             if land is None:
                 self._hurry()
-                ended = self._pass_gate(timeout_s)
             else:
-                ended = self._land(land, timeout_s)
+                begin_s = time.monotonic()
+                land(timeout_s)
+                # Another thread may have seen the end, and be about to call `finish` or `fail`.
+                left_s = max(0.0, left_s - (time.monotonic() - begin_s))
+            # An interrupted wait may have acquired the gate of an act that has ended.
+            ended = self._state is not TicketState.PENDING or acquire(self._gate, left_s)
         except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
             self._unclaim()
             raise
@@ -174,13 +181,6 @@ class Ticket(Generic[T]):
             raise StoreTimeout(
                 f"{self.what}: not done after {timeout_s:g} s{table}", operation=self.what
             )
-
-    def _land(self, land: Callable[[float | None], None], timeout_s: float | None) -> bool:
-        begin_s = time.monotonic()
-        land(timeout_s)
-        # Another thread may have seen the end, and be about to call `finish` or `fail`.
-        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
-        return self._pass_gate(left_s)
 
     def then(self, action: Callable[[T], U | Ticket[U]], what: str | None = None) -> Ticket[U]:
         """Chain `action` to this act and return a ticket for it. `action` runs when this act has
@@ -208,26 +208,23 @@ class Ticket(Generic[T]):
         self._call_at_end(go_on)
         return following
 
-    def _pass_gate(self, timeout_s: float | None) -> bool:
-        """Wait for the end of the act; return False when the time is over first."""
-        if self._state is not TicketState.PENDING:  # an interrupted wait may have acquired the gate
-            return True
-        return acquire(self._gate, math.inf if timeout_s is None else max(timeout_s, 0.0))
-
-    def _hand_over_to(self, other: Ticket[T]) -> None:
-        """End `other` with the result or error of this ticket."""
+    def _hand_over_to(self, *others: Ticket[T]) -> None:
+        """End `others` with the result or error of this ticket."""
         self._claim()
-        other._behind = (self,)
-        if other._urged:
-            self._hurry()
+        for other in others:
+            other._behind = (self,)
+            if other._urged:
+                self._hurry()
 
         def pass_on() -> None:
             try:
                 result = self._collect()
             except BaseException as error:
-                other.fail(error)
+                for other in others:
+                    other.fail(error)
             else:
-                other.finish(result)
+                for other in others:
+                    other.finish(result)
 
         self._call_at_end(pass_on)
 
@@ -262,7 +259,9 @@ class Ticket(Generic[T]):
         with self._lock:
             result, error = self._result, self._error
             self._result = self._error = None  # a ticket that is kept must not keep buffers alive
-            self._move_to(TicketState.COLLECTED)
+            if TicketState.COLLECTED not in MOVES[self._state]:
+                raise self._illegal(TicketState.COLLECTED)
+            self._state = TicketState.COLLECTED
         if error is None:
             return result  # type: ignore[return-value]
         try:
@@ -270,10 +269,8 @@ class Ticket(Generic[T]):
         finally:
             del error  # its traceback refers to this frame: a cycle
 
-    def _move_to(self, state: TicketState) -> None:
-        if state not in MOVES[self._state]:
-            raise StateError(f"{self.what}: {self._state.name} -> {state.name} is not a legal move")
-        self._state = state
+    def _illegal(self, state: TicketState) -> StateError:
+        return StateError(f"{self.what}: {self._state.name} -> {state.name} is not a legal move")
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)
@@ -425,19 +422,5 @@ def split(ticket: Ticket[T]) -> tuple[Ticket[T], Ticket[T]]:
         Ticket(ticket.what, ticket._describe),
         Ticket(ticket.what, ticket._describe),
     )
-    ticket._claim()
-    for one in both:
-        one._behind = (ticket,)
-
-    def pass_on() -> None:
-        try:
-            result = ticket._collect()
-        except BaseException as error:
-            for one in both:
-                one.fail(error)
-        else:
-            for one in both:
-                one.finish(result)
-
-    ticket._call_at_end(pass_on)
+    ticket._hand_over_to(*both)
     return both

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import mmap
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -134,14 +134,6 @@ def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
             )
 
 
-def note_writes(arguments: Sequence[Argument]) -> None:
-    """Tell autograd that the tensors have changed, as an in-place operation of torch does.
-
-    Inference tensors count no versions; torch skips them.
-    """
-    torch.autograd.graph.increment_version([argument.tensor for argument in arguments])
-
-
 @cache
 def _populate_call() -> Callable[[int, int, int, int], int]:
     """Return the native core's call if there is one, else the same by ctypes: ten times as slow."""
@@ -178,10 +170,15 @@ def _can_probe() -> bool:
 
 
 def _mapped_writable(address: int) -> bool:
-    with open("/proc/self/maps", errors="replace") as maps:
-        for line in maps:
-            span, permissions = line.split(maxsplit=2)[:2]
-            begin, end = (int(part, 16) for part in span.split("-"))
-            if begin <= address < end:
-                return "w" in permissions
-    return False
+    return any(begin <= address < end and "w" in how for begin, end, how, _ in read_maps())
+
+
+def read_maps() -> Iterator[tuple[int, int, str, bool]]:
+    """Yield the mappings of this process by address: begin, end, permissions, and whether a file is
+    behind it. Raises OSError where the system does not report them.
+    """
+    with open("/proc/self/maps", errors="replace") as file:
+        for line in file:
+            span, permissions, _, _, inode, *_ = line.split()
+            begin, end = span.split("-")
+            yield int(begin, 16), int(end, 16), permissions, inode != "0"

@@ -40,7 +40,6 @@ from offload.kernels.arguments import (
     check_pages,
     check_sizes,
     check_tensor,
-    note_writes,
 )
 from offload.kernels.rules import Number, Rule, check_flags, shown, to_float
 
@@ -234,7 +233,8 @@ def update(
             with _disable_current_modes():  # a mode that fakes or redirects torch's operations
                 buffers = reference.Buffers.of(tensors, signed_scale, tail_begin, adopt)
                 getattr(reference, rule.kernel)(buffers, rule)
-        note_writes(written)
+        # Tell autograd, as torch's own in-place operations do. Inference tensors count no versions.
+        torch.autograd.graph.increment_version([argument.tensor for argument in written])
 
 
 def _update_natively(
@@ -249,7 +249,7 @@ def _update_natively(
 ) -> None:
     param, grad, _, _, out = tensors
     call = native.Update(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
         _CODES[grad.dtype],
         _CODES[None if out is None else out.dtype],
         scale,
@@ -383,7 +383,7 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
         else:
             with _disable_current_modes():  # a mode that fakes or redirects torch's operations
                 reference.cast(reference.flat(source), reference.flat(target))
-        note_writes([written])
+        torch.autograd.graph.increment_version([target])
 
 
 def checksum(memory: Tensor) -> int:

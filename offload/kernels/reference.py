@@ -59,16 +59,13 @@ class Buffers:
         count = self.param.numel()
         edges = sorted({*range(0, count, BLOCK), min(self.tail_begin, count), count})
         for begin, end in pairwise(edges):
-            piece = Buffers(
-                self.param[begin:end],
-                self.grad[begin:end],
-                None if self.state0 is None else self.state0[begin:end],
-                None if self.state1 is None else self.state1[begin:end],
-                None if self.out is None else self.out[begin:end],
-                self.scale,
-                tail_begin=0 if begin >= self.tail_begin else end - begin,
-                adopt=self.adopt,
+            state0, state1, out = (
+                None if each is None else each[begin:end]
+                for each in (self.state0, self.state1, self.out)
             )
+            param, grad = self.param[begin:end], self.grad[begin:end]
+            tail_begin = 0 if begin >= self.tail_begin else end - begin
+            piece = Buffers(param, grad, state0, state1, out, self.scale, tail_begin, self.adopt)
             piece.take_over()
             yield piece
 

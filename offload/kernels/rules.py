@@ -71,24 +71,18 @@ def _only_element(name: str, tensor: Tensor) -> float:
     raise ConfigError(f"{name}: expected one number, got a tensor of shape {shape}")
 
 
-def finite(**values: Number) -> list[float]:
-    """Return the values as doubles, in order; each must be finite."""
+def finite(*, least: float = -math.inf, **values: Number) -> list[float]:
+    """Return the values as doubles, in order; each must be finite. least: 0.0 for those that torch
+    requires to be zero or more.
+    """
     numbers = {name: to_float(name, value) for name, value in values.items()}
     for name, number in numbers.items():
         if not math.isfinite(number):
             raise ConfigError(f"{name}: expected a finite number, got {number}")
-    return list(numbers.values())
-
-
-def not_negative(**values: Number) -> list[float]:
-    """Return the values as doubles, in order; each must be finite and zero or more, as torch
-    requires.
-    """
-    numbers = finite(**values)
-    for name, number in zip(values, numbers, strict=True):
-        if number < 0.0:
+    for name, number in numbers.items():
+        if number < least:
             raise ConfigError(f"{name}: expected zero or more, got {number}")
-    return numbers
+    return list(numbers.values())
 
 
 def check_flags(**values: object) -> None:
@@ -149,7 +143,7 @@ class Adam:
         check_flags(decoupled=decoupled)
         step = step_count(step)
         (lr,) = finite(lr=lr)
-        eps, weight_decay = not_negative(eps=eps, weight_decay=weight_decay)
+        eps, weight_decay = finite(eps=eps, weight_decay=weight_decay, least=0.0)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         weight = to_f32(1.0 - beta1)
         # torch.lerp starts from the nearer end: from the gradient for a weight of one half or more.
@@ -205,7 +199,7 @@ class Sgd:
     ) -> Sgd:
         check_flags(nesterov=nesterov, first=first)
         lr, dampening = finite(lr=lr, dampening=dampening)
-        momentum, weight_decay = not_negative(momentum=momentum, weight_decay=weight_decay)
+        momentum, weight_decay = finite(momentum=momentum, weight_decay=weight_decay, least=0.0)
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ConfigError(
                 f"nesterov: needs momentum above 0 and no dampening, got momentum={momentum}, "
@@ -241,8 +235,8 @@ class Adagrad:
     ) -> Adagrad:
         step = step_count(step)
         (lr,) = finite(lr=lr)
-        lr_decay, eps, weight_decay = not_negative(
-            lr_decay=lr_decay, eps=eps, weight_decay=weight_decay
+        lr_decay, eps, weight_decay = finite(
+            lr_decay=lr_decay, eps=eps, weight_decay=weight_decay, least=0.0
         )
         return cls(
             lr=to_f32(lr / fma(step - 1.0, lr_decay, 1.0)),
@@ -271,7 +265,7 @@ class LionRule:
     @classmethod
     def at(cls, *, lr: Number, beta1: Number, beta2: Number, weight_decay: Number) -> LionRule:
         (lr,) = finite(lr=lr)
-        (weight_decay,) = not_negative(weight_decay=weight_decay)
+        (weight_decay,) = finite(weight_decay=weight_decay, least=0.0)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         return cls(
             beta1=to_f32(beta1),

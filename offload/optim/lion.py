@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.rules import below_one, not_negative
+from offload.kernels.rules import below_one, finite
 
 
 class Lion(torch.optim.Optimizer):
@@ -25,7 +25,7 @@ class Lion(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        not_negative(lr=lr, weight_decay=weight_decay)
+        finite(lr=lr, weight_decay=weight_decay, least=0.0)
         below_one(beta1=betas[0], beta2=betas[1])
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)

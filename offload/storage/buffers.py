@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from offload.core.errors import ConfigError
-from offload.kernels.arguments import check_pages, check_tensor
+from offload.kernels.arguments import check_pages, check_tensor, read_maps
 
 _STRIDED = torch.strided
 _mode_is_on = torch._C._is_torch_function_mode_enabled
@@ -117,23 +117,17 @@ def find_anonymous(memory: Iterable[Buffer]) -> tuple[ByteRange, ...]:
     be truncated while their owner lives, so their pages need no test at each request.
     """
     try:
-        with open("/proc/self/maps", errors="replace") as file:
-            maps = [_parse_map(line) for line in file]
+        anonymous = [
+            ByteRange(begin, end)
+            for begin, end, permissions, is_file in read_maps()
+            if permissions.startswith("rw") and permissions.endswith("p") and not is_file
+        ]
     except OSError:  # not Linux, or /proc is not mounted: pages are tested at each request
         return ()
-    anonymous = [span for span, is_anonymous in maps if is_anonymous]
     return tuple(
         ByteRange(each.address, each.address + each.nbytes)
         for each in memory
         if _is_covered(each.address, each.address + each.nbytes, anonymous)
-    )
-
-
-def _parse_map(line: str) -> tuple[ByteRange, bool]:
-    span, permissions, _, _, inode, *_ = line.split()
-    begin, end = span.split("-")
-    return ByteRange(int(begin, 16), int(end, 16)), permissions.startswith("rw") and (
-        permissions.endswith("p") and inode == "0"
     )
 
 

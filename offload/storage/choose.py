@@ -5,15 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
 from offload.core.node_share import current
 from offload.storage.buffers import Buffer
-from offload.storage.engine import DEPTH, MOST_DEPTH, PIECE_BYTES, TIMEOUT_S, IOEngine
+from offload.storage.engine import (
+    DEPTH,
+    MOST_DEPTH,
+    OPEN_ENGINES,
+    PIECE_BYTES,
+    TIMEOUT_S,
+    IOEngine,
+)
 from offload.storage.files import BLOCK_BYTES
-from offload.storage.native_engine import open_io_uring, open_threads
+from offload.storage.native_engine import NativeEngine
 from offload.storage.python_engine import PythonEngine
 
 LEAST_DEPTH = 4  # however many processes share the drives
@@ -52,14 +59,13 @@ def open_engine(
     forced = name or os.environ.get("OFFLOAD_IO")
     if forced and forced not in ENGINES:
         raise ConfigError(f"OFFLOAD_IO: expected {' or '.join(ENGINES)}, got {forced!r}")
-    openers: dict[str, Callable[[], IOEngine]] = {
-        "io_uring": lambda: open_io_uring(files, memory, timeout_s, in_flight, piece_bytes),
-        "threads": lambda: open_threads(timeout_s, in_flight, piece_bytes),
-        "aiofiles": lambda: PythonEngine(timeout_s, in_flight, piece_bytes),
-    }
+    engine: IOEngine
     for candidate in (forced,) if forced else ENGINES:
         try:
-            engine = openers[candidate]()
+            if candidate == "aiofiles":
+                engine = PythonEngine(timeout_s, in_flight, piece_bytes)
+            else:
+                engine = open_native(candidate, files, memory, timeout_s, in_flight, piece_bytes)
         except (OSError, ImportError) as error:
             why = _reason(error)
             if forced:
@@ -74,6 +80,37 @@ def open_engine(
             raise
         return engine
     raise AssertionError("the last engine needs nothing that could be missing")
+
+
+def open_native(
+    name: str,
+    files: Sequence[int],
+    memory: Sequence[Buffer],
+    timeout_s: float,
+    depth: int,
+    piece_bytes: int,
+) -> NativeEngine:
+    """Open an engine of the native core. Raises ImportError without it, and OSError where the
+    kernel forbids rings. memory: registered with the ring; held until `close`.
+    """
+    from offload import _native
+
+    notes: Sequence[str] = ()
+    if name == "threads":
+        native, memory = _native.thread_engine(depth, piece_bytes), ()
+    else:
+        regions = [(each.address, each.nbytes) for each in memory]
+        native, notes = _native.uring_engine(depth, piece_bytes, regions, list(files))
+    try:
+        return NativeEngine(name, native, notes, timeout_s, tuple(memory))
+    except BaseException:  # Ctrl-C: its thread may run already, with no caller to close it
+        for engine in list(OPEN_ENGINES):
+            if isinstance(engine, NativeEngine) and engine._native is native:
+                engine.close()
+                break
+        else:
+            native.stop(timeout_s)
+        raise
 
 
 def _reason(error: OSError | ImportError) -> str:

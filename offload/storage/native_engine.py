@@ -11,17 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.storage.buffers import Buffer
-from offload.storage.engine import (
-    DEPTH,
-    OPEN_ENGINES,
-    PIECE_BYTES,
-    SUM_BYTES,
-    TIMEOUT_S,
-    Fault,
-    IOEngine,
-    Priority,
-    Transfer,
-)
+from offload.storage.engine import SUM_BYTES, Fault, IOEngine, Priority, Transfer
 
 _WAITED_FOR = int(Priority.WAITED_FOR)
 _POLL_S = 0.25  # the longest time between two searches for overdue operations
@@ -36,7 +26,7 @@ class NativeEngine(IOEngine):
         native: Any,
         notes: Sequence[str],
         timeout_s: float,
-        memory: Sequence[Buffer] = (),
+        memory: Sequence[Buffer],
     ) -> None:
         super().__init__(name, native.piece_bytes, timeout_s)
         self.sum_bytes = native.sum_bytes
@@ -126,47 +116,3 @@ class NativeEngine(IOEngine):
             if ended and not self._abandoned:
                 self._native, self.held = None, ()  # free both, however long this object lives
         self._keep_if_stuck(ended)
-
-
-def open_threads(
-    timeout_s: float = TIMEOUT_S, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES
-) -> NativeEngine:
-    from offload import _native
-
-    return _opened("threads", _native.thread_engine(depth, piece_bytes), (), timeout_s)
-
-
-def open_io_uring(
-    files: Sequence[int],
-    memory: Sequence[Buffer] = (),
-    timeout_s: float = TIMEOUT_S,
-    depth: int = DEPTH,
-    piece_bytes: int = PIECE_BYTES,
-) -> NativeEngine:
-    """Open the io_uring engine. Raises OSError where the kernel forbids rings. memory: registered
-    with the ring; held until `close`.
-    """
-    from offload import _native
-
-    regions = [(each.address, each.nbytes) for each in memory]
-    native, notes = _native.uring_engine(depth, piece_bytes, regions, list(files))
-    return _opened("io_uring", native, notes, timeout_s, tuple(memory))
-
-
-def _opened(
-    name: str,
-    native: Any,
-    notes: Sequence[str],
-    timeout_s: float,
-    memory: Sequence[Buffer] = (),
-) -> NativeEngine:
-    try:
-        return NativeEngine(name, native, notes, timeout_s, memory)
-    except BaseException:  # Ctrl-C: its thread may run already, with no caller to close it
-        for engine in list(OPEN_ENGINES):
-            if isinstance(engine, NativeEngine) and engine._native is native:
-                engine.close()
-                break
-        else:
-            native.stop(timeout_s)
-        raise

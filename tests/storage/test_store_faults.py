@@ -43,7 +43,6 @@ from offload.core.metrics import Metrics
 from offload.storage import choose
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
-from offload.storage.native_engine import open_threads
 
 CHUNKS = {"layer.0": 4 * PIECE, "layer.1": 3 * PIECE + 100, "layer.2": PIECE - 1, "layer.3": 1}
 OPERATIONS = 10  # pieces of all chunks: the positions a fault can have
@@ -363,11 +362,21 @@ def test_an_unknown_engine_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         DiskStore(tmp_path, MIB)
 
 
+def replace_opening(monkeypatch: pytest.MonkeyPatch, act: Any, *names: str) -> None:
+    """Have `act` open the native engines called `names`."""
+    real = choose.open_native
+
+    def open_native(name: str, *rest: Any) -> Any:
+        return (act if name in names else real)(name, *rest)
+
+    monkeypatch.setattr(choose, "open_native", open_native)
+
+
 def test_without_io_uring_threads_run_and_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OFFLOAD_IO", raising=False)
-    monkeypatch.setattr(choose, "open_io_uring", refuse(OSError(errno.EPERM, "no")))
+    replace_opening(monkeypatch, refuse(OSError(errno.EPERM, "no")), "io_uring")
     with DiskStore(tmp_path, MIB) as store:
         assert store.stats().engine == "threads"
         (why,) = store.metrics.snapshot().fallbacks.values()
@@ -388,8 +397,7 @@ def test_without_io_uring_threads_run_and_say_why(
 
 def test_without_the_native_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OFFLOAD_IO", raising=False)
-    for opener in ("open_io_uring", "open_threads"):
-        monkeypatch.setattr(choose, opener, refuse(ImportError("no _native")))
+    replace_opening(monkeypatch, refuse(ImportError("no _native")), "io_uring", "threads")
     with DiskStore(tmp_path, MIB) as store:
         assert store.stats().engine == "aiofiles"
         assert store.metrics.snapshot().fallbacks == {
@@ -401,13 +409,15 @@ def test_without_the_native_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_refused_wish_is_a_fall_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With strict=True the engine that has just been opened is closed again."""
 
-    def lesser(*args: object) -> Any:
-        engine = open_threads()
+    real = choose.open_native
+
+    def lesser(name: str, *rest: Any) -> Any:
+        engine = real("threads", *rest)
         engine.notes.append("memory is not registered")
         return engine
 
     monkeypatch.delenv("OFFLOAD_IO", raising=False)
-    monkeypatch.setattr(choose, "open_io_uring", lesser)
+    replace_opening(monkeypatch, lesser, "io_uring")
     with DiskStore(tmp_path, MIB) as store:
         assert store.metrics.snapshot().fallbacks == {
             "I/O engine io_uring": "memory is not registered"
