@@ -90,7 +90,7 @@ OF_MODELS = [
     ),
     Fault("no flip back", dropped(_DETACH.call("hide"))),
     Fault("a lost edit", becomes(_DETACH.comparison("_versions").right(), "_versions(block)")),
-    Fault("other memory is lost", never(_DETACH.operand("is_in_place"))),
+    Fault("other memory is lost", never(_DETACH.operand("_is_in_place"))),
     Fault(
         "a sum of what has not come",
         dropped(at("core.in_flight", "InFlight.finish_oldest").call("_wait")),
@@ -232,7 +232,7 @@ OF_RANKS = [
     (
         Fault(
             "old whole blocks after the update",
-            dropped(at("params.gathered_tier", "GatheredTier.begin_update").call("forget")),
+            dropped(at("params.gathered_tier", "GatheredTier.collect_edits").call("forget")),
         ),
         ("eager", 0),
     ),
