@@ -55,7 +55,7 @@ def test_a_fault_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
 def is_wrong(run: Callable[[], None]) -> bool:
     try:
         run()
-    except (AssertionError, AttributeError, RuntimeError, OffloadError):
+    except (AssertionError, AttributeError, KeyError, RuntimeError, OffloadError):
         return True
     finally:
         torch.accelerator.synchronize()
