@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 
 import offload
-from offload.checkpoint.optimizer import StridedState
+from offload.checkpoint.tensors import StridedState
 from offload.core.errors import CapacityError
 
 PACKAGE = Path(offload.__file__).parent

@@ -521,6 +521,8 @@ class Ended:
     def __init__(self, path: Path, error: BaseException) -> None:
         self.path, self.error = path, error
         self.owners: list[Any] = [torch.nn.Linear(1, 1)]
+        self.ticket: Ticket[Path] = Ticket(f"save of {path}")
+        self.is_over = locks.Flag()
 
     def finish(self) -> Path:
         raise self.error

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -52,8 +52,6 @@ POINTS = (
     "old one hidden",
     "old one removed",
 )
-# The points of a rank that is not the first.
-PARTICIPANT_POINTS = ("joined", "shard opened", "data written", "files synced", "verified")
 _RENAME_NOREPLACE = 1
 
 
@@ -61,8 +59,8 @@ class CheckpointDisk:
     """The disk of a save: the operating system's own calls. Any thread may use it."""
 
     def hook(self, point: str) -> None:
-        """Note that a save has reached `point`, one of `POINTS` or `PARTICIPANT_POINTS`. Does
-        nothing here; a test overrides it.
+        """Note that a save has reached `point`, one of `POINTS`, or that a rank which is not the
+        first has "joined" it. Does nothing here; a test overrides it.
         """
 
     def mkdir(self, dir_fd: int, name: str) -> None:
@@ -130,7 +128,8 @@ class CheckpointDisk:
             if code not in (errno.EINVAL, errno.ENOSYS):  # a kernel or file system without it
                 raise OSError(code, os.strerror(code))
         # Without renameat2, the system itself refuses every target but an empty directory.
-        if _is_there(dir_fd, new):
+        with suppress(FileNotFoundError):
+            os.stat(new, dir_fd=dir_fd, follow_symlinks=False)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
@@ -149,14 +148,6 @@ def write_whole(disk: CheckpointDisk, fd: int, data: Any, offset: int) -> None:
         if moved <= 0:  # never seen, but the loop would not end
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         at += moved
-
-
-def _is_there(dir_fd: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 @cache

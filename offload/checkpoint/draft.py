@@ -71,6 +71,15 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+def free_path(path: Path) -> Path:
+    """Return `path`, or with `-2`, `-3`, ... at its end, if there is something there already."""
+    found, count = path, 1
+    while os.path.lexists(found):
+        count += 1
+        found = path.with_name(f"{path.name}-{count}")
+    return found
+
+
 class UnfinishedCheckpoint:
     """A checkpoint's directory before it is published. fd: the descriptor of the directory. fds:
     those of the files in it that are being written. is_shared: other ranks write them, too.
@@ -360,13 +369,13 @@ class SharedDraft:
         self.parent.close()
 
 
-def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
+def sweep(path: Path) -> None:
     """Remove what a lost first rank has begun for `path` before it invited any other rank."""
     until_s = time.monotonic() + _GONE_S
     while time.monotonic() < until_s:
         with suppress(OffloadError, OSError), CheckpointDirectory(path.parent) as parent:
             with suppress(ConfigError):  # the first rank lives, and removes it itself
-                remove_leftovers(parent, disk or CheckpointDisk(), path.name)
+                remove_leftovers(parent, CheckpointDisk(), path.name)
             if not any(name_within(name) == path.name for name in parent.names()):
                 return
         nap(_GONE_STEP_S)

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from offload.checkpoint.trees import decoded
 from offload.core.errors import ConfigError, FormatError
 from offload.core.portable import reserve
 from offload.planning.layout import MASTER
-from offload.storage.safetensors_header import TensorSpec, build_header
+from offload.storage.safetensors_header import build_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -68,35 +68,31 @@ def _write_shards(
     if count == 1:
         names = ["model.safetensors"]
     for name, tensors in zip(names, shards, strict=True):
-        _write_shard(reader, folder / name, tensors)
+        _write(folder / name, _shard(reader, tensors))
     if count > 1:
         places = {t.key: n for n, ts in zip(names, shards, strict=True) for t in ts}
         total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        _write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        _write(folder / INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
         names.append(INDEX)
     return names
 
 
-def _write_shard(reader: CheckpointReader, path: Path, tensors: Sequence[SavedTensor]) -> None:
-    specs = [TensorSpec(tensor.key, tensor.dtype, tensor.shape) for tensor in tensors]
-    header, _ = build_header(specs, {"format": "pt"}, align=8)
+def _shard(reader: CheckpointReader, tensors: Sequence[SavedTensor]) -> Iterator[Any]:
+    """Yield the bytes of a safetensors file; each piece is valid until the next is requested."""
+    yield build_header([tensor.spec for tensor in tensors], {"format": "pt"}, align=8)[0]
     memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+    for tensor in tensors:  # in the order of the header
+        source = reader.tensor(tensor.name)
+        for begin in range(0, tensor.nbytes, PIECE_BYTES):
+            some = memory[: min(PIECE_BYTES, tensor.nbytes - begin)]
+            source.read_into(begin, some)
+            yield some.numpy().data
+
+
+def _write(path: Path, pieces: Iterable[Any]) -> None:
     with told("write", path), open(path, "xb") as file:
-        file.write(header)
-        for tensor in tensors:  # in the order of the header
-            source = reader.tensor(tensor.name)
-            for begin in range(0, tensor.nbytes, PIECE_BYTES):
-                some = memory[: min(PIECE_BYTES, tensor.nbytes - begin)]
-                source.read_into(begin, some)
-                file.write(some.numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_text(path: Path, text: str) -> None:
-    with told("write", path), open(path, "x", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,9 @@ class Load:
         optimizer: torch.optim.Optimizer | None,
         keeper: Prepared | None,
         stateful: Mapping[str, Any],
-        rank_group: RankGroup | None = None,
+        rank_group: RankGroup,
     ) -> None:
-        self._reader = reader
-        self._rank_group = rank_group or RankGroup(f"load of {reader.path}", None)
+        self._reader, self._rank_group = reader, rank_group
         self._model = ModelContents(model, keeper)
         self._optimizer: OptimizerContents | None = None
         if optimizer is not None:
@@ -213,13 +212,32 @@ def load(
     passed: dict[str, str] = {}
 
     def find() -> str | None:
-        return _find(path, model, optimizer, stateful, rank_group, passed)
+        """Check the arguments, and find the checkpoint: the first rank decides for all ranks."""
+        check_arguments(path, model, None, stateful)
+        await_saves([model] if optimizer is None else [model, innermost(optimizer)])
+        if not rank_group.is_first:
+            return None
+        found = find_newest(path, passed)
+        return str(found if rank_group.count == 1 else Path.cwd() / found)
+
+    def load_one(found: Path) -> Any:
+        with _whole_or_not():
+            reader = _open(found, rank_group)
+        with reader:
+            task = rank_group.own_by_consensus(
+                "a look at everything",
+                lambda: Load(reader, model, optimizer, keeper, stateful, rank_group),
+            )
+            with task.turn():
+                with _whole_or_not():
+                    rank_group.by_consensus("every byte", task.check)
+                return task.read_together()
 
     try:
         while True:
             found = Path(rank_group.by_consensus("arguments", find)[0])
             try:
-                return _load_one(found, model, optimizer, keeper, stateful, rank_group)
+                return load_one(found)
             except _NotWhole as error:
                 assert error.__cause__ is not None
                 if found in (Path(path), Path.cwd() / path):
@@ -233,50 +251,12 @@ class _NotWhole(Exception):
     """An error of the checkpoint that was found before anything was changed."""
 
 
-def _load_one(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    keeper: Prepared | None,
-    stateful: Mapping[str, Any],
-    rank_group: RankGroup,
-) -> Any:
-    with _whole_or_not():
-        reader = _open(path, rank_group)
-    with reader:
-        task = rank_group.own_by_consensus(
-            "a look at everything",
-            lambda: Load(reader, model, optimizer, keeper, stateful, rank_group),
-        )
-        with task.turn():
-            with _whole_or_not():
-                rank_group.by_consensus("every byte", task.check)
-            return task.read_together()
-
-
 @contextmanager
 def _whole_or_not() -> Iterator[None]:
     try:
         yield
     except (FormatError, CorruptionError) as error:
         raise _NotWhole from error
-
-
-def _find(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    stateful: Mapping[str, Any],
-    rank_group: RankGroup,
-    passed: MutableMapping[str, str],
-) -> str | None:
-    """Check the arguments, and find the checkpoint: the first rank decides for all ranks."""
-    check_arguments(path, model, None, stateful)
-    await_saves([model] if optimizer is None else [model, innermost(optimizer)])
-    if not rank_group.is_first:
-        return None
-    found = find_newest(path, passed)
-    return str(found if rank_group.count == 1 else Path.cwd() / found)
 
 
 def _open(path: Path, rank_group: RankGroup) -> CheckpointReader:

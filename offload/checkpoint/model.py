@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.checkpoint.rank_group import TensorToSave
+from offload.checkpoint.shard import Shards
 from offload.checkpoint.tensors import (
     NAMES,
-    Sink,
     fill,
     has_values_of,
     holding_of,
@@ -120,7 +120,7 @@ class ModelContents:
                 found[name] = f"{sample(tensor):08x}"
         return params, buffers
 
-    def write(self, sink: Sink) -> None:
+    def write(self, sink: Shards) -> None:
         """Write all values, as they are now, to the sink."""
 
         def choose(number: int | None, names: Sequence[str]) -> Sequence[str] | None:

@@ -7,10 +7,9 @@ counts) are in the values, fields in the shards as `<parameter>/<field>`.
 
 from __future__ import annotations
 
-import math
-import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,11 @@ from torch import Tensor, nn
 
 from offload.checkpoint.model import Differences
 from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave
+from offload.checkpoint.shard import Shards
 from offload.checkpoint.tensors import (
-    Sink,
+    StridedState,
+    bytes_here,
+    fill,
     holding_of,
     local_part,
     order_of,
@@ -29,15 +31,14 @@ from offload.checkpoint.tensors import (
 )
 from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
-from offload.distributed import is_sharded, like, local_of, rows_of
+from offload.distributed import is_sharded, like, rows_of
 from offload.optim import Session, is_wrapped
-from offload.optim.assembly import is_row_major
 from offload.optim.export import ParamOptimizerState
-from offload.optim.flat import flat
+from offload.optim.flat import is_row_major
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
 from offload.optim.saver import Saver
-from offload.optim.source import FieldPart, FieldSource, as_bytes, own_range
+from offload.optim.source import FieldSource
 from offload.planning.layout import ELEMENT_BYTES, MASTER
 from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import SIZES, TensorSpec
@@ -63,15 +64,15 @@ class OptimizerContents:
         a parameter whose value would not be saved.
         """
         self.optimizer = innermost(optimizer)
-        self.session: Session | None = (
-            session_of(self.optimizer) if is_wrapped(self.optimizer) else None
-        )
+        is_ours = is_wrapped(self.optimizer)
+        self.session: Session | None = session_of(self.optimizer) if is_ours else None
         self.params: list[Tensor] = [
             param for group in self.optimizer.param_groups for param in group["params"]
         ]
-        self.names = _names(self.optimizer, model_names, stateful or {})
+        self._group_names = _names(self.optimizer, model_names, stateful or {})
+        self.names = list(chain.from_iterable(self._group_names))
         self.held: list[ParamOptimizerState] = []
-        self._strided = StridedState([])
+        self.strided = StridedState([])
         self._fields: dict[str, Tensor] = {}  # of a plain optimizer
 
     @property
@@ -102,17 +103,13 @@ class OptimizerContents:
             states = self._look_at_plain()
             found = [holding_of(name, tensor) for name, tensor in self._fields.items()]
             found.sort(key=lambda each: -SIZES[each.spec.dtype])
+        orders = zip(self.names, map(order_of, self.params), strict=True)
         return found, {
             "class": self.kind,
             "groups": self._groups(),
             "states": states,
-            "orders": self._orders(),
+            "orders": {name: order for name, order in orders if order is not None},
         }
-
-    def _orders(self) -> dict[str, list[int]]:
-        """Return the memory order of each parameter that is not in the order of its shape."""
-        found = {name: order_of(p) for name, p in zip(self.names, self.params, strict=True)}
-        return {name: order for name, order in found.items() if order is not None}
 
     def _look_at_plain(self) -> dict[str, dict[str, Any]]:
         numbers = {param: number for number, param in enumerate(self.params)}
@@ -133,20 +130,20 @@ class OptimizerContents:
         return states
 
     def _groups(self) -> list[dict[str, Any]]:
-        found, begin = [], 0
-        for group in self.optimizer.param_groups:
-            end = begin + len(group["params"])
-            settings = {k: v for k, v in group.items() if k not in _NOT_SETTINGS}
-            found.append({"params": self.names[begin:end], "settings": settings})
-            begin = end
-        return found
+        return [
+            {
+                "params": names,
+                "settings": {k: v for k, v in group.items() if k not in _NOT_SETTINGS},
+            }
+            for names, group in zip(self._group_names, self.optimizer.param_groups, strict=True)
+        ]
 
     def samples(self) -> dict[str, str]:
         """Return sample checksums of the fields that all ranks should have the same of."""
         fields = {name: each for name, each in self._fields.items() if not is_sharded(each)}
         return {name: f"{sample(tensor):08x}" for name, tensor in fields.items()}
 
-    def begin_saving(self, sink: Sink) -> Saver | None:
+    def begin_saving(self, sink: Shards) -> Saver | None:
         """Write the fields of a plain optimizer, which are in memory, to the sink. Begin a snapshot
         of those of a wrapped one, which the sink receives later.
         """
@@ -154,20 +151,21 @@ class OptimizerContents:
             for name, tensor in self._fields.items():
                 write(name, tensor, sink)
             return None
-        first = [first_byte(param) for param in self.params]
-        strided = self._strided = StridedState(self.held)
+        first = [bytes_here("", param, ELEMENT_BYTES)[0] for param in self.params]
+        strided = self.strided = StridedState(self.held)
 
         def put(number: int, field: str, begin: int, values: Tensor) -> None:
+            whole: Tensor | None = values
             if strided.takes(number, field):
-                strided.add(number, field, begin, values)
-            else:
-                sink.write(f"{self.names[number]}/{field}", first[number] + begin, values)
+                begin, whole = 0, strided.add(number, field, begin, values)
+            if whole is not None:
+                sink.write(f"{self.names[number]}/{field}", first[number] + begin, whole)
 
         return self.session.begin_saving(put)
 
-    def write_strided(self, rank_group: RankGroup, sink: Sink) -> None:
+    def write_strided(self, rank_group: RankGroup, sink: Shards) -> None:
         """Write what the ranks must put together first. Blocks until all have called it."""
-        for number, field, values in self._strided.gathered(rank_group):
+        for number, field, values in self.strided.gathered(rank_group):
             sink.write(f"{self.names[number]}/{field}", 0, values)
 
     # --- loading ----------------------------------------------------------------------------------
@@ -186,12 +184,20 @@ class OptimizerContents:
             name, _, field = full.rpartition("/")
             parsed.states.setdefault(name, {})[field] = source
         index = {name: number for number, name in enumerate(self.names)}
-        self._match_fields(parsed.states, index, differences)
-        state = {index[name]: each for name, each in parsed.states.items() if name in index}
+        for name, fields in parsed.states.items():
+            if name not in index:
+                differences.extra.append(f"state of {name}")
+            elif self.session is not None:
+                self._match_state(name, index[name], fields, differences)
+        state = {
+            index[name]: self._own_part(index[name], each)
+            for name, each in parsed.states.items()
+            if name in index
+        }
         return {"state": state, "param_groups": self._as_groups(parsed.settings)}
 
     def _match_groups(self, saved: Sequence[Sequence[str]], differences: Differences) -> None:
-        mine = [group["params"] for group in self._groups()]
+        mine = self._group_names
         if len(mine) != len(saved):
             differences.other("param_groups", f"saved {len(saved)}, here there are {len(mine)}")
             return
@@ -200,18 +206,6 @@ class OptimizerContents:
             group = f"of param_groups[{number}]"
             differences.extra += [f"{name} {group}" for name in there if name not in here]
             differences.missing += [f"{name} {group}" for name in here if name not in there]
-
-    def _match_fields(
-        self,
-        found: Mapping[str, dict[str, Any]],
-        index: Mapping[str, int],
-        differences: Differences,
-    ) -> None:
-        for name, state in found.items():
-            if name not in index:
-                differences.extra.append(f"state of {name}")
-            elif self.session is not None:
-                self._match_state(name, index[name], state, differences)
 
     def _match_state(
         self, name: str, number: int, state: Mapping[str, Any], differences: Differences
@@ -231,27 +225,36 @@ class OptimizerContents:
                     f"{name}/{field}", f"saved as {tuple(value.shape)}, here it is {shape}"
                 )
 
+    def _own_part(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Reduce the fields of a wrapped optimizer's sharded parameter to the rows here."""
+        param, sources = self.params[number], {}
+        if self.session is not None and is_sharded(param):
+            sources = {key: each for key, each in state.items() if isinstance(each, FieldSource)}
+        return state | {key: local_part(source, param) for key, source in sources.items()}
+
     def _as_groups(self, settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the groups as a `state_dict` has them, with the parameters in this optimizer's
         order and its own settings for `_WAYS`.
         """
-        found, begin = [], 0
-        for own, saved in zip(self.optimizer.param_groups, settings, strict=False):
-            end = begin + len(own["params"])
-            ways = {way: own[way] for way in _WAYS if way in own}
-            found.append({**saved, **ways, "params": list(range(begin, end))})
-            begin = end
-        return found
+        number = count()
+        return [
+            {
+                **saved,
+                **{way: own[way] for way in _WAYS if way in own},
+                "params": [next(number) for _ in own["params"]],
+            }
+            for own, saved in zip(self.optimizer.param_groups, settings, strict=False)
+        ]
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse what the optimizer itself would refuse. Changes nothing."""
         if self.session is not None:
-            self.session.check_incoming(self._own_parts(state_dict))
+            self.session.check_incoming(state_dict)
 
     def read(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state into the optimizer. The parameters must have been loaded."""
         if self.session is not None:
-            self.optimizer.load_state_dict(self._own_parts(state_dict))
+            self.optimizer.load_state_dict(dict(state_dict))
             return
         with torch.inference_mode(False):  # later steps change what is made here
             states = _in_memory(state_dict["state"], self.params)
@@ -261,74 +264,6 @@ class OptimizerContents:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() == 0 and self.params[number].dim():
                     kept[key] = value.to(kept[key].device)
-
-    def _own_parts(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Reduce the fields of sharded parameters to the rows that this rank holds."""
-        states = {
-            number: {
-                key: local_part(value, self.params[number])
-                if isinstance(value, FieldSource)
-                else value
-                for key, value in state.items()
-            }
-            for number, state in state_dict["state"].items()
-        }
-        return {**state_dict, "state": states}
-
-
-class StridedState:
-    """State of parameters whose memory is in another order than their shape, where ranks share it.
-
-    A rank's part is one run of the memory, and is scattered over the tensor that is saved. So each
-    field is gathered, and one rank, another for each parameter, writes all of it; one field at a
-    time.
-    """
-
-    def __init__(self, held: Iterable[ParamOptimizerState]) -> None:
-        self._records = {
-            (each.record.number, field): each.record
-            for each in held
-            if is_strided(each.record)
-            for field in each.fields
-        }
-        self._parts: dict[tuple[int, str], FieldPart] = {}
-        self._lock = threading.Lock()
-
-    def takes(self, number: int, field: str) -> bool:
-        return (number, field) in self._records
-
-    def add(self, number: int, field: str, begin_bytes: int, values: Tensor) -> None:
-        """Copy some of this rank's elements, by their places in the parameter's memory. Any thread
-        may call it.
-        """
-        with self._lock:
-            part = self._part(number, field)
-        part.write(begin_bytes // ELEMENT_BYTES, values)
-
-    def _part(self, number: int, field: str) -> FieldPart:
-        if (number, field) not in self._parts:
-            own = own_range(self._records[number, field])
-            self._parts[number, field] = FieldPart.empty(*own)
-        return self._parts[number, field]
-
-    def gathered(self, rank_group: RankGroup) -> Iterator[tuple[int, str, Tensor]]:
-        """Gather each field; yield those that this rank writes. Every rank must take all of them;
-        each blocks until all ranks have come to it.
-        """
-        for (number, field), record in self._records.items():
-            mine = self._part(number, field)
-            del self._parts[number, field]
-            parts = rank_group.bring_together(as_bytes(mine.values))
-            if number % rank_group.count == rank_group.rank:
-                whole = torch.empty_strided(
-                    record.shape, record.stride, dtype=torch.float32, device="cpu"
-                )
-                as_bytes(flat(whole)).copy_(torch.cat(parts))
-                yield number, field, whole.contiguous().view(-1)
-
-
-def is_strided(record: Record) -> bool:
-    return record.own is not None and not is_row_major(record.shape, record.stride)
 
 
 class SavedOptimizer(NamedTuple):
@@ -388,11 +323,11 @@ def _like(source: FieldSource, param: Tensor) -> Tensor:
     """Read a field in its parameter's memory order: fused steps go by memory alone."""
     if is_sharded(param) and tuple(source.shape) == tuple(param.shape):
         return like(param, whole(local_part(source, param)))
-    found = whole(source)
-    if found.shape != param.shape or found.stride() == param.stride():
-        return found
-    there = torch.empty_strided(param.shape, param.stride(), dtype=found.dtype, device="cpu")
-    return there.copy_(found)
+    if tuple(source.shape) != tuple(param.shape):
+        return whole(source)
+    found = torch.empty_strided(param.shape, param.stride(), dtype=source.dtype, device="cpu")
+    fill(found, source)
+    return found
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -413,13 +348,16 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _names(
     optimizer: torch.optim.Optimizer, model_names: Mapping[Tensor, str], stateful: Mapping[str, Any]
-) -> list[str]:
-    """Return the model's names of the parameters; `<group>.<index>` for those of other modules."""
+) -> list[list[str]]:
+    """Return the model's names of the parameters, by group; `<group>.<index>` for those of other
+    modules.
+    """
     taken = set(model_names.values())
     modules = [each for each in stateful.values() if isinstance(each, nn.Module)]
     others = {param for module in modules for param in module.parameters()}
-    found = []
+    found: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
+        found.append([])
         for index, param in enumerate(group["params"]):
             name = model_names.get(param)
             if name is None:
@@ -428,7 +366,7 @@ def _names(
                 name = f"{number}.{index}"
                 while name in taken:  # the model may have a parameter of that name
                     name = f"#{name}"
-            found.append(name)
+            found[-1].append(name)
     return found
 
 
@@ -437,22 +375,14 @@ def own_bytes(record: Record, spec: TensorSpec, rank_group: RankGroup) -> tuple[
     have all of them. Elements of a field have 4 bytes, for any type of parameter.
     """
     if is_sharded(record.param):
-        rows = rows_of(record.name, record.param)
-        begin, numel = first_byte(record.param), local_of(record.param).numel()
-        return ((begin, begin + numel * ELEMENT_BYTES),) if rows.is_first_holder else ()
+        is_ours = rows_of(record.name, record.param).is_first_holder
+        return (bytes_here(record.name, record.param, ELEMENT_BYTES),) if is_ours else ()
     own = record.own
     if own is None:
         return None
-    if is_strided(record):
+    if not is_row_major(record.shape, record.stride):
         return ((0, spec.nbytes),) if record.number % rank_group.count == rank_group.rank else ()
     return ((own[0] * ELEMENT_BYTES, own[1] * ELEMENT_BYTES),)
-
-
-def first_byte(param: Tensor) -> int:
-    """Return the offset in bytes, in a whole field, of the first element that this rank holds."""
-    if not is_sharded(param):
-        return 0
-    return rows_of("", param).begin * math.prod(param.shape[1:]) * ELEMENT_BYTES
 
 
 def _stranger(group: Mapping[str, Any], number: int, index: int) -> ConfigError:

@@ -27,8 +27,7 @@ from offload.storage.engine import Group, Priority, Transfer, make_sums
 
 BUFFER_BYTES = 64 << 20
 _BUFFER_BYTES = 4 << 20
-_BUFFERS = 16  # equal parts of the memory; one of them is for partial blocks
-_BLOCKS_OUT = 256  # writes of single blocks in flight at once
+_BUFFERS = 16  # equal parts of the memory; one of them is for partial blocks, which shards keep
 
 
 @dataclass(frozen=True)
@@ -66,35 +65,25 @@ class IoBuffers:
     the memory: the kernel would copy pages under running writes. Not thread-safe.
     """
 
-    def __init__(self, each_bytes: int, count: int, grows: bool = False) -> None:
-        """Take the memory for `count` buffers. grows: when all of them are taken, `count` more are
-        added; otherwise `take` returns None.
-        """
-        self.each_bytes, self._count, self._grows = each_bytes, count, grows
-        self._free: list[IoBuffer] = []
-        self.nbytes = 0
-        self._add()
-
-    def _add(self) -> None:
-        area = mmap.mmap(-1, self.each_bytes * self._count)
+    def __init__(self, each_bytes: int, count: int) -> None:
+        self.each_bytes, self.nbytes = each_bytes, each_bytes * count
+        area = mmap.mmap(-1, self.nbytes)
         with contextlib.suppress(OSError, AttributeError):
             area.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError, AttributeError):  # fewer segments for the drive
             area.madvise(mmap.MADV_HUGEPAGE)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
         view = memoryview(area)
-        for number in reversed(range(self._count)):
-            at = number * self.each_bytes
-            self._free.append(IoBuffer(begin + at, view[at : at + self.each_bytes]))
-        self.nbytes += self.each_bytes * self._count
+        self._free = [
+            IoBuffer(begin + at, view[at : at + each_bytes])
+            for at in reversed(range(0, self.nbytes, each_bytes))
+        ]
 
     @property
     def has_one(self) -> bool:
         return bool(self._free)
 
     def take(self) -> IoBuffer | None:
-        if not self._free and self._grows:
-            self._add()
         return self._free.pop() if self._free else None
 
     def give_back(self, buffer: IoBuffer) -> None:
@@ -102,13 +91,11 @@ class IoBuffers:
 
 
 class _Write(Group):
-    __slots__ = ("buffer", "is_block", "nbytes", "output")
+    __slots__ = ("buffer", "nbytes", "output")
 
-    def __init__(
-        self, output: Output, what: str, buffer: IoBuffer, nbytes: int, is_block: bool
-    ) -> None:
+    def __init__(self, output: Output, what: str, buffer: IoBuffer, nbytes: int) -> None:
         super().__init__(Ticket(what, output.engine.describe), Priority.WRITE_BACK)
-        self.output, self.buffer, self.nbytes, self.is_block = output, buffer, nbytes, is_block
+        self.output, self.buffer, self.nbytes = output, buffer, nbytes
 
     def end(self, error: OffloadError | None) -> None:
         self.error = None  # raised by the next write and by flush; no code waits for the ticket
@@ -128,11 +115,9 @@ class Output:
         self._disk = disk
         self.written_bytes = 0
         self.buffers = IoBuffers(each_bytes, buffer_bytes // each_bytes - 1)
-        self._blocks: dict[int, IoBuffers] = {}
         self._lock = threading.RLock()  # a finalizer may take it again in the same thread
         self._changed = Gate(self._lock)
         self._under_way = 0
-        self._blocks_under_way = 0
         self.progress = 0  # writes that have ended, and buffers that were returned unused
         self.looks = 0  # calls of `check`: the progress of a thread that reads or syncs
         self._error: BaseException | None = None
@@ -150,26 +135,6 @@ class Output:
         assert buffer is not None
         return buffer
 
-    def take_block(self, nbytes: int) -> IoBuffer:
-        """Take memory for one block, all zeros. Does not wait for any: the threads that hold other
-        blocks may be waiting for the caller.
-        """
-        with self._lock:
-            if nbytes not in self._blocks:
-                self._blocks[nbytes] = IoBuffers(
-                    nbytes, max(1, self.each_bytes // nbytes), grows=True
-                )
-            buffer = self._blocks[nbytes].take()
-        assert buffer is not None
-        buffer.view[:] = bytes(nbytes)
-        return buffer
-
-    def wait_for_blocks(self) -> None:
-        """Block while too many writes of single blocks are in flight. Raises the first error."""
-        with self._lock:
-            self._wait_while(lambda: self._blocks_under_way >= _BLOCKS_OUT)
-            self.check()
-
     def give_back(self, buffer: IoBuffer) -> None:
         """Return a buffer to the pool that was taken and not written."""
         with self._lock:
@@ -180,23 +145,14 @@ class Output:
     # --- writes -----------------------------------------------------------------------------------
 
     def start(
-        self,
-        name: str,
-        file: OutputFile,
-        offset: int,
-        buffer: IoBuffer,
-        nbytes: int,
-        is_block: bool = False,
+        self, name: str, file: OutputFile, offset: int, buffer: IoBuffer, nbytes: int
     ) -> None:
-        """Start to write from a buffer, which returns to its pool at the end. name: for errors.
-        is_block: the buffer is one that `take_block` returned.
-        """
-        group = _Write(self, f"write of {name}", buffer, nbytes, is_block)
+        """Start to write from a buffer, which returns to the pool at the end. name: for errors."""
+        group = _Write(self, f"write of {name}", buffer, nbytes)
         memory = buffer.buffer(nbytes)
         sums = make_sums(nbytes, self.engine.sum_bytes)
         with self._lock:
             self._under_way += 1
-            self._blocks_under_way += is_block
         try:
             self.engine.submit(group, [Transfer(name, True, file, offset, memory, sums)])
         except BaseException as error:
@@ -206,29 +162,23 @@ class Output:
             raise
 
     def put_ranges(
-        self,
-        name: str,
-        file: OutputFile,
-        offset: int,
-        block: IoBuffer,
-        ranges: Sequence[tuple[int, int]],
+        self, file: OutputFile, offset: int, data: bytearray, ranges: Sequence[tuple[int, int]]
     ) -> None:
-        """Write only these byte ranges of the file, from a block that lies at `offset`, through the
-        page cache, which has them when this returns. The block returns to its pool.
+        """Write only these byte ranges of the file, from data that lies at `offset`, through the
+        page cache, which has them when this returns.
         """
+        view = memoryview(data)
         try:
             self.check()
             for begin, end in ranges:
-                part = block.view[begin - offset : end - offset]
                 with told("write", file.label):
+                    part = view[begin - offset : end - offset]
                     write_whole(self._disk, file.cached_fd, part, begin)
         except BaseException as error:
             self.fail(error)
             raise
-        finally:
-            with self._lock:
-                self._blocks[file.block_bytes].give_back(block)
-                self.written_bytes += sum(end - begin for begin, end in ranges)
+        with self._lock:
+            self.written_bytes += sum(end - begin for begin, end in ranges)
 
     def _ended(self, write: _Write, error: OffloadError | None) -> None:
         """Account for a write that has ended. In a thread of the engine, as a rule."""
@@ -236,14 +186,12 @@ class Output:
         with self._lock:
             self._under_way -= 1
             self.progress += 1
-            self._blocks_under_way -= write.is_block
             if error is None:
                 self.written_bytes += write.nbytes
             elif self._error is None:
                 self._error = error
             if not timed_out:  # else the kernel may still read it
-                pool = self._blocks[write.nbytes] if write.is_block else self.buffers
-                pool.give_back(write.buffer)
+                self.buffers.give_back(write.buffer)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:

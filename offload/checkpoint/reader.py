@@ -15,8 +15,8 @@ import fcntl
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from typing import Any
 
 from offload.checkpoint.disk import try_lock
@@ -39,7 +39,7 @@ from offload.storage.choose import open_engine
 from offload.storage.direct_file import DirectFile
 from offload.storage.engine import Group, IOEngine, Priority, Transfer, make_sums
 from offload.storage.safetensors_file import DTYPES
-from offload.storage.safetensors_header import TensorSpec, build_header
+from offload.storage.safetensors_header import build_header
 
 _BUFFER_BYTES = 4 << 20
 _BUFFERS = 8
@@ -99,7 +99,7 @@ class CheckpointReader:
     def check(
         self,
         buffers: IoBuffers | None = None,
-        before_part: Callable[[], None] | None = None,
+        before_part: Callable[[], None] = lambda: None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
         """Compare every byte with its checksum, and every header with the manifest.
@@ -121,11 +121,11 @@ class CheckpointReader:
                 drop_cached(file.buffered.fd, 0, 0)
             if own or share[0] == 0:
                 self._check_header(file, tensors[name])
-                self._check_data(file, own, buffers, before_part or (lambda: None))
+                self._check_data(file, own, buffers, before_part)
 
     def _check_header(self, file: DirectFile, tensors: list[SavedTensor]) -> None:
         """Check that the header is, byte for byte, the one that these tensors require."""
-        expected, _ = build_header([TensorSpec(t.key, t.dtype, t.shape) for t in tensors])
+        expected, _ = build_header([tensor.spec for tensor in tensors])
         found = bytearray(len(expected))
         read_into(file.buffered.fd, 0, found, file.path)
         if found != expected:
@@ -147,19 +147,64 @@ class CheckpointReader:
     ) -> None:
         begin = parts[0][1].offset if parts else file.nbytes
         nbytes = sum(part.nbytes for _, part in parts)
-        stream = _Stream(file, begin, begin + nbytes, self._engine, buffers)
-        try:
+        view = memoryview(b"")
+        with closing(self._read_ahead(file, begin, begin + nbytes, buffers)) as pieces:
             for tensor, part in parts:
                 before_part()
-                crc = 0
-                for view in stream.read(part.nbytes):
-                    crc = crc32(view, crc)
+                crc, left = 0, part.nbytes
+                while left:
+                    view = view or next(pieces)
+                    some = view[:left]
+                    crc = crc32(some, crc)
+                    view, left = view[len(some) :], left - len(some)
                 if crc != part.crc32:
                     raise _mismatch(file, tensor, part, crc)
-        finally:
-            stream.close()
         file.check_unchanged(file.path.name)
         self._metrics.count("checkpoint_checked_bytes", nbytes)
+
+    def _read_ahead(
+        self, file: DirectFile, at: int, end: int, buffers: IoBuffers
+    ) -> Generator[memoryview]:
+        """Yield the bytes of a file from `at` to `end`, some reads ahead. Each piece is valid until
+        the next one is requested.
+        """
+        ahead: deque[tuple[Ticket[None], IoBuffer, int]] = deque()
+        size = buffers.each_bytes
+        try:
+            while ahead or at < end:
+                while at < end and (buffer := buffers.take()) is not None:
+                    nbytes = min(size - at % size, end - at)  # so that later ones begin at blocks
+                    group = self._group(f"read of {file.path}", Priority.PREFETCH)
+                    self._start(group, file.path.name, file, at, buffer.buffer(nbytes))
+                    ahead.append((group.ticket, buffer, nbytes))
+                    at += nbytes
+                ticket, buffer, nbytes = ahead.popleft()
+                ticket.wait()
+                try:
+                    yield buffer.view[:nbytes]
+                finally:
+                    buffers.give_back(buffer)
+        finally:  # whether or not they succeed
+            for ticket, buffer, _ in ahead:
+                try:
+                    ticket.wait()
+                except OffloadError as error:
+                    if isinstance(error, StoreTimeout):  # the kernel may still write to it
+                        continue
+                buffers.give_back(buffer)
+
+    def _group(self, what: str, priority: Priority) -> Group:
+        return Group(Ticket(what, self._engine.describe), priority)
+
+    def _start(
+        self, group: Group, name: str, file: DirectFile, offset: int, memory: Buffer
+    ) -> None:
+        """Start to fill `memory` with the bytes of the file from `offset` on. name: for errors."""
+        transfers = [
+            Transfer(name, False, way, at, memory.part(at - offset, nbytes), make_sums(0, 1))
+            for way, at, nbytes in file.cut(offset, memory.nbytes)
+        ]
+        self._engine.submit(group, transfers)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -169,9 +214,9 @@ class CheckpointReader:
         first = tensor.parts[0]
         file = self._files[first.file]
         file.check_unchanged(tensor.name)
-        group = Group(Ticket(f"read of {tensor.name}", self._engine.describe), Priority.WAITED_FOR)
         offset = first.offset + begin
-        self._engine.submit(group, _transfers(tensor.name, file, offset, target))
+        group = self._group(f"read of {tensor.name}", Priority.WAITED_FOR)
+        self._start(group, tensor.name, file, offset, target)
         group.ticket.wait()
         file.check_unchanged(tensor.name)
         self._compare(file, tensor, offset, target)
@@ -219,76 +264,6 @@ class SavedTensorSource:
                 f"{begin_bytes!r} on"
             )
         self._reader._read(self._saved, begin_bytes, buffer)
-
-
-class _Stream:
-    """A sequential read of a file from `offset` to `end`, some reads ahead."""
-
-    def __init__(
-        self, file: DirectFile, offset: int, end: int, engine: IOEngine, buffers: IoBuffers
-    ) -> None:
-        self._file, self._engine, self._buffers = file, engine, buffers
-        self._next, self._end = offset, end  # not requested yet
-        self._ahead: deque[tuple[Ticket[None], IoBuffer, int]] = deque()
-        self._view: memoryview = memoryview(b"")
-        self._buffer: IoBuffer | None = None
-
-    def read(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield the next bytes, in pieces; each is valid until the next one is requested."""
-        while nbytes:
-            if not self._view:
-                self._advance()
-            part = self._view[:nbytes]
-            self._view = self._view[len(part) :]
-            nbytes -= len(part)
-            yield part
-
-    def _advance(self) -> None:
-        if self._buffer is not None:
-            self._buffers.give_back(self._buffer)
-            self._buffer = None
-        while self._next < self._end:
-            buffer = self._buffers.take()
-            if buffer is None:
-                break
-            self._start(buffer)
-        ticket, buffer, nbytes = self._ahead.popleft()
-        ticket.wait()
-        self._buffer, self._view = buffer, buffer.view[:nbytes]
-
-    def _start(self, buffer: IoBuffer) -> None:
-        """Start a read up to the next multiple of the buffer, so later ones begin at blocks."""
-        size = self._buffers.each_bytes
-        nbytes = min(size - self._next % size, self._end - self._next)
-        memory = buffer.buffer(nbytes)
-        ticket: Ticket[None] = Ticket(f"read of {self._file.path}", self._engine.describe)
-        transfers = _transfers(self._file.path.name, self._file, self._next, memory)
-        self._engine.submit(Group(ticket, Priority.PREFETCH), transfers)
-        self._ahead.append((ticket, buffer, nbytes))
-        self._next += nbytes
-
-    def close(self) -> None:
-        """Wait for the reads in flight, whether or not they succeed, and return the buffers to the
-        pool, but for those of reads that have timed out.
-        """
-        while self._ahead:
-            ticket, buffer, _ = self._ahead.popleft()
-            try:
-                ticket.wait()
-            except OffloadError as error:
-                if isinstance(error, StoreTimeout):  # the kernel may still write to it
-                    continue
-            self._buffers.give_back(buffer)
-        if self._buffer is not None:
-            self._buffers.give_back(self._buffer)
-
-
-def _transfers(name: str, file: DirectFile, offset: int, memory: Buffer) -> list[Transfer]:
-    """Return the reads that fill `memory` with the bytes of the file from `offset` on."""
-    return [
-        Transfer(name, False, way, at, memory.part(at - offset, nbytes), make_sums(0, 1))
-        for way, at, nbytes in file.cut(offset, memory.nbytes)
-    ]
 
 
 def _mismatch(

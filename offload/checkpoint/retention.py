@@ -8,7 +8,7 @@ than the other then, and neither removes the other.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from offload.checkpoint.disk import (
     OLD,
@@ -28,7 +28,7 @@ from offload.core.metrics import Metrics
 
 def next_number(parent: CheckpointDirectory) -> int:
     """Return one more than the number of the newest checkpoint, saves in flight included."""
-    numbers = list(list_numbers(parent.path).values())
+    numbers = list(list_numbers(parent).values())
     for hidden in parent.names():
         if name_within(hidden) is not None:
             with (
@@ -49,7 +49,6 @@ class OlderCheckpoints:
     ) -> None:
         self._parent, self._newest = parent, newest
         self._disk, self._metrics = disk, metrics
-        self._hidden: list[tuple[str, str, int, list[str]]] = []  # name, hidden name, fd, files
 
     def remove_all_but(self, count: int) -> None:
         """Remove whole checkpoints beyond the newest `count` of them.
@@ -59,26 +58,24 @@ class OlderCheckpoints:
         """
         doing = "look at older checkpoints"
         try:
-            doomed = self._whole()[count:]
-            doing = "hide older checkpoints"
-            for name, files in doomed:
-                self._hide(name, files)
-            if self._hidden:
-                # Durable before a file is removed: no power failure shows a torn checkpoint.
-                self._disk.fsync_dir(self._parent.fd)
-            doing = "remove older checkpoints"
-            for _, hidden, fd, files in self._hidden:
-                remove(self._disk, self._parent.fd, hidden, fd, files)
-                self._disk.hook("old one removed")
+            with ExitStack() as opened:
+                doomed = self._whole()[count:]
+                doing = "hide older checkpoints"
+                each = [self._hide(name, files, opened) for name, files in doomed]
+                hidden = [one for one in each if one is not None]
+                if hidden:
+                    # Durable before a file is removed: no power failure shows a torn checkpoint.
+                    self._disk.fsync_dir(self._parent.fd)
+                doing = "remove older checkpoints"
+                for name, fd, files in hidden:
+                    remove(self._disk, self._parent.fd, name, fd, files)
+                    self._disk.hook("old one removed")
         except (OSError, FormatError) as error:
             self._tell(f"could not {doing}: {error}; the new one is whole")
-        finally:
-            while self._hidden:
-                os.close(self._hidden.pop()[2])
 
     def _whole(self) -> list[tuple[str, list[str]]]:
         """Return name and files of each that is whole and of the same model, newest first."""
-        numbers = list_numbers(self._parent.path)
+        numbers = list_numbers(self._parent)
         older = [name for name, number in numbers.items() if number < self._newest.number]
         found = []
         for name in sorted(older, key=lambda name: (numbers[name], name), reverse=True):
@@ -92,21 +89,23 @@ class OlderCheckpoints:
                     found.append((name, [*manifest.files, MANIFEST]))
         return found
 
-    def _hide(self, name: str, files: list[str]) -> None:
+    def _hide(
+        self, name: str, files: list[str], opened: ExitStack
+    ) -> tuple[str, int, list[str]] | None:
+        """Return the hidden name, the descriptor and the files; None: it stays."""
         fd = open_directory(self._parent.fd, name)
-        hidden = hidden_name(name, OLD)
-        self._hidden.append((name, hidden, fd, files))
+        opened.callback(os.close, fd)
         foreign = sorted(set(os.listdir(fd)) - set(files))
         if foreign:
             self._tell(f"{name} stays: another program has put {foreign[0]!r} in it")
         elif try_lock(fd) is False:
             self._tell(f"{name} stays: another process reads or removes it now")
         elif leads_to(self._parent.fd, name, fd):
+            hidden = hidden_name(name, OLD)
             self._disk.rename(self._parent.fd, name, hidden)
             self._disk.hook("old one hidden")
-            return
-        self._hidden.pop()
-        os.close(fd)
+            return hidden, fd, files
+        return None
 
     def _tell(self, why: str) -> None:
         self._metrics.fall_back(f"checkpoints in {self._parent.path}", why)

@@ -26,7 +26,7 @@ from torch import nn
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.saving import Save, process_group_of
 from offload.core.errors import StateError, reason
-from offload.core.locks import Flag, uninterrupted
+from offload.core.locks import uninterrupted
 from offload.core.log import LOG
 from offload.core.ticket import Ticket, TicketState
 from offload.params.prepared import Prepared
@@ -36,25 +36,10 @@ from offload.params.prepared import Prepared
 _SILENCE_S = 1800.0
 
 
-class _BackgroundSave:
-    """A save that is in flight, or that has failed and whose error was not raised yet."""
-
-    def __init__(self, task: Save) -> None:
-        self.path = task.path
-        self.ticket: Ticket[Path] = Ticket(f"save of {task.path}")
-        self.error: BaseException | None = None
-        self.is_over = Flag()
-        self.progress = task.progress
-
-    @property
-    def is_untold(self) -> bool:
-        return self.error is not None and self.ticket.state is TicketState.FAILED
-
-
 # The saves that have begun. Weak references: an ended save is freed with its last user.
 _UNDER_WAY: weakref.WeakSet[Save] = weakref.WeakSet()
 _LOCK = threading.Lock()
-_LATEST: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
+_LATEST: weakref.WeakKeyDictionary[Any, Save] = weakref.WeakKeyDictionary()
 
 
 @uninterrupted
@@ -92,36 +77,35 @@ def save(
 @uninterrupted
 def start(task: Save) -> Ticket[Path]:
     """Finish the task in a thread of its own; return its ticket, which ends with the path."""
-    run = _BackgroundSave(task)
+    ticket = task.ticket
     with _LOCK:
         for owner in task.owners:
-            _LATEST[owner] = run
+            _LATEST[owner] = task
     thread = threading.Thread(
-        target=_finish, args=(task, run), name=f"offload save of {task.path.name}", daemon=False
+        target=_finish, args=(task,), name=f"offload save of {task.path.name}", daemon=False
     )
     try:
         thread.start()
     except BaseException as error:
         task.give_up(error)
-        _forget(run)
-        run.is_over.set()
+        _forget(task)
+        task.is_over.set()
         raise
-    return run.ticket
+    return ticket
 
 
-def _finish(task: Save, run: _BackgroundSave) -> None:
+def _finish(task: Save) -> None:
     try:
         path = task.finish()
     except BaseException as error:
-        LOG.error("background save of %s failed: %s", run.path, reason(error))
-        run.error = error
+        LOG.error("background save of %s failed: %s", task.path, reason(error))
         task.tell_failure(error)
-        run.ticket.fail(error)
+        task.ticket.fail(error)
     else:
-        _forget(run)
-        run.ticket.finish(path)
+        _forget(task)
+        task.ticket.finish(path)
     finally:
-        run.is_over.set()
+        task.is_over.set()
 
 
 @uninterrupted
@@ -130,24 +114,24 @@ def await_saves(owners: Sequence[Any]) -> None:
     that failed, if no caller has taken it from the ticket yet.
     """
     with _LOCK:
-        runs = {id(run): run for owner in owners if (run := _LATEST.get(owner)) is not None}
-    for run in runs.values():
-        run.is_over.wait(f"background save of {run.path}", _SILENCE_S, run.progress)
-        _forget(run)
-        if run.is_untold:
+        tasks = {id(task): task for owner in owners if (task := _LATEST.get(owner)) is not None}
+    for task in tasks.values():
+        task.is_over.wait(f"background save of {task.path}", _SILENCE_S, task.progress)
+        _forget(task)
+        if task.ticket.state is TicketState.FAILED:  # and not collected
             try:
-                run.ticket.wait()
+                task.ticket.wait()
             except BaseException as error:
                 raise StateError(
-                    f"save: the background save of {run.path} failed, and its ticket was "
+                    f"save: the background save of {task.path} failed, and its ticket was "
                     f"never waited for: {reason(error)}; nothing of it was kept, older checkpoints "
                     "are unchanged, and this call did nothing: call again"
                 ) from error
 
 
-def _forget(run: _BackgroundSave) -> None:
+def _forget(task: Save) -> None:
     with _LOCK:
-        for owner in [owner for owner, known in _LATEST.items() if known is run]:
+        for owner in [owner for owner, known in _LATEST.items() if known is task]:
             del _LATEST[owner]
 
 

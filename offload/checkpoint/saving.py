@@ -12,24 +12,25 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.checkpoint.draft import sweep
 from offload.checkpoint.model import ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, innermost
-from offload.checkpoint.rank_group import RankGroup, TensorToSave, in_files
-from offload.checkpoint.shard import Shard
+from offload.checkpoint.rank_group import RankGroup, TensorToSave
+from offload.checkpoint.shard import Shards
 from offload.checkpoint.trees import OTHER, SavedTreeTensors, random_states
 from offload.checkpoint.writer import CheckpointWriter
 from offload.core.errors import ConfigError, reason
-from offload.core.locks import steadfast
+from offload.core.locks import Flag, steadfast
 from offload.core.log import LOG
+from offload.core.ticket import Ticket
 from offload.optim import is_wrapped
 from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
@@ -39,7 +40,6 @@ MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 RNG_RANKS = "rng_ranks"  # of all ranks but the first, where several have saved
 # Sections whose names no object of the user's may have.
 OWN = (MODEL, OPTIMIZER, RNG, RNG_RANKS, "extra")
-_MOST_SHARD_BYTES = 4 << 30
 
 
 class Save:
@@ -56,25 +56,25 @@ class Save:
         extra: Any,
         keep: int | None,
         stateful: Mapping[str, Any],
-        rank_group: RankGroup | None = None,
+        rank_group: RankGroup,
     ) -> None:
         check_arguments(path, model, keep, stateful)
         self.path = Path(path)
-        self.owners: list[Any] = [model]
-        self._rank_group = rank_group or RankGroup(f"save of {self.path}", None)
-        self._keep = keep
+        self.owners: list[Any] = [model]  # and the optimizer
+        self.ticket: Ticket[Path] = Ticket(f"save of {self.path}")  # of a background save
+        self.is_over = Flag()
+        self._rank_group, self._keep = rank_group, keep
         self._model = ModelContents(model, keeper)
         self._optimizer: OptimizerContents | None = None
         if optimizer is not None:
             self._optimizer = OptimizerContents(optimizer, self._model.names, stateful)
             self.owners.append(self._optimizer.optimizer)
-        self._extra = extra
-        self._stateful = stateful
+        self._extra, self._stateful = extra, stateful
         self._session = self._optimizer.session if self._optimizer is not None else None
         self._leaves = SavedTreeTensors()
         self._holdings: dict[str, list[TensorToSave]] = {}
         self._writer: CheckpointWriter | None = None
-        self._shards: dict[str, _Shards] = {}
+        self._shards: dict[str, Shards] = {}
         self._saver: Saver | None = None
         self._values: dict[str, Any] = {}
         self._cancelled: BaseException | None = None
@@ -184,13 +184,13 @@ class Save:
         if self._cancelled is not None:
             raise self._cancelled
         for section, holdings in self._holdings.items():
-            self._shards[section] = _Shards(writer, section, holdings)
+            self._shards[section] = writer.open_section(section, holdings)
         return writer
 
     def _write(self, invitation: Mapping[str, Any]) -> None:
         if not self._rank_group.is_first:
             self._open(invitation)
-        if self._optimizer is not None:  # first: a step may not come between look and this
+        if self._optimizer is not None:
             self._saver = self._optimizer.begin_saving(self._shards[OPTIMIZER])
         self._model.write(self._shards[MODEL])
         if self._rank_group.is_first:
@@ -219,6 +219,8 @@ class Save:
         """Remove everything that the save has made. Idempotent."""
         if self._saver is not None:
             self._saver.give_up(error)
+        if self._optimizer is not None:
+            self._optimizer.strided.drop()
         if self._writer is not None:
             self._writer.abandon()
         self._rank_group.leave()
@@ -280,27 +282,3 @@ def check_arguments(
             )
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep: expected a number of checkpoints from 1 on, got {keep!r}")
-
-
-class _Shards:
-    """The files of one section: as many as it takes to keep each small enough to move about easily.
-    A tensor lies in one file.
-    """
-
-    def __init__(
-        self,
-        writer: CheckpointWriter,
-        section: str,
-        holdings: Sequence[TensorToSave],
-    ) -> None:
-        self._shard_of: dict[str, Shard] = {}
-        for some in in_files(holdings, lambda each: each.spec.nbytes, _MOST_SHARD_BYTES):
-            own = {each.spec.name: each.own for each in some}
-            shard = writer.open_shard(section, [each.spec for each in some], own)
-            self._shard_of |= dict.fromkeys(own, shard)
-
-    def write(self, name: str, begin_bytes: int, values: Tensor) -> None:
-        self._shard_of[name].write(name, begin_bytes, values)
-
-    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
-        return self._shard_of[name].wants(name, begin_bytes, end_bytes)

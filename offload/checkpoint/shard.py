@@ -20,13 +20,13 @@ import bisect
 import ctypes
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from offload.checkpoint.format.manifest import CheckedPart, SavedTensor, crc32
-from offload.checkpoint.output import IoBuffer, Output, OutputFile
+from offload.checkpoint.output import Output, OutputFile
 from offload.checkpoint.rank_group import Range, merged_ranges, within
 from offload.core.errors import ConfigError, StateError
 from offload.storage.buffers import Buffer
@@ -47,10 +47,10 @@ class _TensorRange:
 
 
 @dataclass
-class _ChecksumBlock:
+class _PartialBlock:
     """A block of the file that does not have all of its bytes yet."""
 
-    buffer: IoBuffer
+    data: bytearray
     nbytes: int = 0  # how many of its bytes are there
 
 
@@ -79,7 +79,7 @@ class Shard:
             + [(p.offset + a, p.offset + b) for key, p in places.items() for a, b in own[key]]
         )
         self._pieces: dict[str, list[_TensorRange]] = {key: [] for key in places}
-        self._blocks: dict[int, _ChecksumBlock] = {}
+        self._blocks: dict[int, _PartialBlock] = {}
         self._lock = threading.Lock()
         label = f"header of {name}"
         self._put(label, Buffer.of(label, header, writable=False), 0)
@@ -105,17 +105,13 @@ class Shard:
                 f"{name}: expected at most {place.nbytes} bytes, as {place.dtype} of shape "
                 f"{list(place.shape)} has; got {source.nbytes} from {begin_bytes} on"
             )
-        self._output.wait_for_blocks()
+        self._output.check()
         label = f"{self.section}/{name}"
         for begin, end in within(self.own[name], begin_bytes, begin_bytes + source.nbytes):
             bounds = itertools.pairwise([*range(begin, end, PART_BYTES), end])
             for piece in self._claim(name, [_TensorRange(a, b) for a, b in bounds]):
                 part = source.part(piece.begin - begin_bytes, piece.end - piece.begin)
                 piece.crc32 = self._put(label, part, place.offset + piece.begin)
-
-    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
-        """Return whether this rank writes any of these bytes of tensor `name`."""
-        return bool(within(self.own[name], begin_bytes, end_bytes))
 
     def _claim(self, name: str, fresh: list[_TensorRange]) -> list[_TensorRange]:
         """Claim the bytes of pieces that touch each other, so that the caller alone writes them."""
@@ -165,9 +161,10 @@ class Shard:
         with self._lock:
             block = self._blocks.get(number)
             if block is None:
-                block = self._blocks[number] = _ChecksumBlock(self._output.take_block(block_bytes))
-        ctypes.memmove(block.buffer.address + begin, source.address, source.nbytes)
-        crc = crc32(block.buffer.view[begin : begin + source.nbytes], crc)
+                block = self._blocks[number] = _PartialBlock(bytearray(block_bytes))
+        there = memoryview(block.data)[begin : begin + source.nbytes]
+        there[:] = source.view()
+        crc = crc32(there, crc)
         first = number * block_bytes
         own = within(self._own_in_file, first, first + block_bytes)
         needed = sum(last - begin for begin, last in own)
@@ -180,9 +177,9 @@ class Shard:
             return crc
         if needed == min(block_bytes, self.nbytes - first):
             # The file's last block is padded; `commit` truncates the file to its length.
-            self._output.start(label, self.file, first, block.buffer, block_bytes, is_block=True)
+            self._put_whole(label, Buffer.of(label, block.data, writable=False), first, 0)
         else:  # other ranks have bytes in it, too
-            self._output.put_ranges(label, self.file, first, block.buffer, own)
+            self._output.put_ranges(self.file, first, block.data, own)
         return crc
 
     # --- the end ----------------------------------------------------------------------------------
@@ -232,3 +229,18 @@ class Shard:
         if not parts:
             parts = [CheckedPart(self.name, place.offset, 0, 0)]
         return SavedTensor(f"{self.section}/{name}", place.dtype, tuple(place.shape), tuple(parts))
+
+
+class Shards:
+    """The shards of one section, in which each tensor lies in one of them."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._shard_of = {name: shard for shard in shards for name in shard.own}
+
+    def write(self, name: str, begin_bytes: int, data: Any) -> None:
+        """See `Shard.write`."""
+        self._shard_of[name].write(name, begin_bytes, data)
+
+    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
+        """Return whether this rank writes any of these bytes of tensor `name`."""
+        return bool(within(self._shard_of[name].own[name], begin_bytes, end_bytes))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.checkpoint.format.manifest import crc32
-from offload.checkpoint.rank_group import Range, TensorToSave
+from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave
+from offload.checkpoint.shard import Shards
 from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded, local_of, rows_of
-from offload.optim.assembly import is_row_major
-from offload.optim.flat import is_dense
-from offload.optim.source import FieldSource, as_bytes
+from offload.optim.export import ParamOptimizerState
+from offload.optim.flat import is_dense, is_row_major
+from offload.optim.recipe import Record
+from offload.optim.source import FieldPart, FieldSource, as_bytes, own_range
+from offload.planning.layout import ELEMENT_BYTES
 from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import TensorSpec
 
@@ -78,15 +82,7 @@ def each_piece(
             yield begin, whole[begin : begin + PIECE_BYTES].cpu()
 
 
-class Sink(Protocol):
-    """A receiver of tensors' bytes, which says which of them it wants."""
-
-    def write(self, name: str, begin_bytes: int, values: Tensor) -> None: ...
-
-    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool: ...
-
-
-def write(name: str, tensor: Tensor, sink: Sink) -> None:
+def write(name: str, tensor: Tensor, sink: Shards) -> None:
     """Write those bytes of the tensor that are here to the sink, piece by piece. Keeps no view of
     the tensor.
     """
@@ -111,12 +107,15 @@ def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> Tenso
     return TensorToSave(spec, ((0, spec.nbytes),) if is_first else ())
 
 
-def bytes_here(name: str, tensor: Tensor) -> Range:
-    """Return the range of the whole tensor's bytes that this process has."""
+def bytes_here(name: str, tensor: Tensor, each_bytes: int = 0) -> Range:
+    """Return the range of the whole tensor's bytes that this process has. each_bytes: of an element
+    of the tensor itself, if not given, or of a field of its state.
+    """
+    each_bytes = each_bytes or tensor.element_size()
     if not is_sharded(tensor):
-        return 0, tensor.numel() * tensor.element_size()
+        return 0, tensor.numel() * each_bytes
     rows = rows_of(name, tensor)
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    row_bytes = math.prod(tensor.shape[1:]) * each_bytes
     return rows.begin * row_bytes, rows.end * row_bytes
 
 
@@ -188,8 +187,7 @@ def local_part(source: FieldSource, like_tensor: Tensor) -> FieldSource:
     """Return a source of the rows that a sharded tensor has here; `source` itself for others."""
     if not is_sharded(like_tensor):
         return source
-    row_bytes = math.prod(like_tensor.shape[1:]) * source.dtype.itemsize
-    first = rows_of("", like_tensor).begin * row_bytes
+    first, _ = bytes_here("", like_tensor, source.dtype.itemsize)
     return _RowsOfSource(source, first, local_of(like_tensor))
 
 
@@ -244,3 +242,72 @@ def viewed(flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
     """View flat memory as a tensor of `shape` whose dimensions lie in `order`."""
     there = flat.view([shape[dim] for dim in order])
     return there.permute([order.index(dim) for dim in range(len(order))])
+
+
+class StridedState:
+    """The state of parameters whose memory is in another order than their shape, from its slices
+    until it can be saved.
+
+    Where ranks share a parameter, a rank's part is one run of the memory, and is scattered over the
+    tensor that is saved. So each field is gathered, and one rank, another for each parameter,
+    writes all of it; one field at a time.
+    """
+
+    def __init__(self, held: Iterable[ParamOptimizerState]) -> None:
+        self._records = {
+            (each.record.number, field): each.record
+            for each in held
+            if not is_row_major(each.record.shape, each.record.stride)
+            for field in each.fields
+        }
+        self._parts: dict[tuple[int, str], FieldPart] = {}
+        self._added = dict.fromkeys(self._records, 0)
+        self._lock = threading.Lock()
+
+    def takes(self, number: int, field: str) -> bool:
+        return (number, field) in self._records
+
+    def add(self, number: int, field: str, begin_bytes: int, values: Tensor) -> Tensor | None:
+        """Copy some of this rank's elements, by their places in the parameter's memory. Return all
+        in the order of the shape, once they are there, unless ranks share the parameter. Any thread
+        may call it.
+        """
+        key, record = (number, field), self._records[number, field]
+        with self._lock:
+            part = self._part(*key)
+        part.write(begin_bytes // ELEMENT_BYTES, values)
+        with self._lock:
+            self._added[key] += values.numel()
+            if record.own is not None or self._added[key] < part.values.numel():
+                return None
+            self._parts.pop(key, None)
+        return _by_shape(record, part.values)
+
+    def _part(self, number: int, field: str) -> FieldPart:
+        if (number, field) not in self._parts:
+            own = own_range(self._records[number, field])
+            self._parts[number, field] = FieldPart.empty(*own)
+        return self._parts[number, field]
+
+    def gathered(self, rank_group: RankGroup) -> Iterator[tuple[int, str, Tensor]]:
+        """Gather each field that ranks share; yield those that this rank writes. Every rank must
+        take all of them; each blocks until all ranks have come to it.
+        """
+        for (number, field), record in self._records.items():
+            if record.own is not None:
+                mine = self._part(number, field)
+                del self._parts[number, field]
+                parts = rank_group.bring_together(as_bytes(mine.values))
+                if number % rank_group.count == rank_group.rank:
+                    whole = torch.cat(parts).view(torch.float32)
+                    yield number, field, _by_shape(record, whole)
+
+    def drop(self) -> None:
+        """Let go of the memory, where the save has failed."""
+        with self._lock:
+            self._parts.clear()
+
+
+def _by_shape(record: Record, memory: Tensor) -> Tensor:
+    """Return a field's elements in the order of its shape; `memory` has them in that of memory."""
+    return memory.as_strided(record.shape, record.stride).contiguous().view(-1)

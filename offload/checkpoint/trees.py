@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from offload.checkpoint.format.values import decode, encode
 from offload.checkpoint.rank_group import TensorToSave
-from offload.checkpoint.tensors import NAMES, Sink, each_piece, spec_of, write
+from offload.checkpoint.shard import Shards
+from offload.checkpoint.tensors import NAMES, each_piece, spec_of, write
 from offload.core.errors import ConfigError, FormatError
-from offload.core.format_limits import MOST_TREE_DEPTH
 from offload.device import device_random_states, set_device_random_states
-from offload.storage.safetensors_header import SIZES, TensorSpec
+from offload.storage.safetensors_header import SIZES
 
 OTHER = "other"
 
@@ -47,7 +48,7 @@ class SavedTreeTensors:
             return f"{OTHER}/{self._known[id(leaf)]}"
 
         try:
-            return encode(without_numpy(tree), put)
+            return encode(tree, put, _without_numpy)
         except ConfigError as error:
             raise ConfigError(f"save: {section}: {error}") from error
 
@@ -60,16 +61,15 @@ class SavedTreeTensors:
                     found.update(piece.numpy().tobytes())
         return found.hexdigest()[:16]
 
-    def specs(self) -> list[TensorSpec]:
-        """Return the specs, widest types first, so that each begins at a multiple of its size."""
-        specs = [spec_of(name, tensor) for name, tensor in self.tensors.items()]
-        return sorted(specs, key=lambda spec: -SIZES[spec.dtype])
-
     def holdings(self) -> list[TensorToSave]:
-        """Return what the first rank writes of the tensors: all of it."""
-        return [TensorToSave(spec, ((0, spec.nbytes),)) for spec in self.specs()]
+        """Return what the first rank writes of the tensors: all of it. Widest types come first, so
+        that each begins at a multiple of its size.
+        """
+        specs = [spec_of(name, tensor) for name, tensor in self.tensors.items()]
+        specs.sort(key=lambda spec: -SIZES[spec.dtype])
+        return [TensorToSave(spec, ((0, spec.nbytes),)) for spec in specs]
 
-    def write(self, sink: Sink) -> None:
+    def write(self, sink: Shards) -> None:
         for name, tensor in self.tensors.items():
             write(name, tensor, sink)
 
@@ -78,40 +78,14 @@ def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
     """Decode a tree that `SavedTreeTensors.encode` returned. get: reads a tensor by its full name;
     called once for each name, so that what was one object is one again.
     """
-    read: dict[str, Tensor] = {}
-
-    def once(name: str) -> Tensor:
-        if name not in read:
-            read[name] = get(name)
-        return read[name]
-
-    return decode(tree, once)
+    return decode(tree, cache(get))
 
 
-def without_numpy(tree: Any) -> Any:
-    """Replace numpy's scalars in the tree by Python numbers; leave everything else as it is."""
+def _without_numpy(value: Any) -> Any:
+    """Return a scalar of numpy's as a Python number; anything else as it is."""
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return tree
-    return _converted(tree, numpy.generic, MOST_TREE_DEPTH)
-
-
-def _converted(tree: Any, scalar: type[Any], depth: int) -> Any:
-    if isinstance(tree, scalar):
-        return tree.item()
-    if depth == 0:  # `encode` refuses it: it may contain itself
-        return tree
-    if type(tree) in (list, tuple):
-        return type(tree)(_converted(item, scalar, depth - 1) for item in tree)
-    if isinstance(tree, dict) and any(_has_scalar(value, scalar) for value in tree.values()):
-        same = type(tree)() if type(tree) is not dict else {}
-        same.update({key: _converted(value, scalar, depth - 1) for key, value in tree.items()})
-        return same
-    return tree
-
-
-def _has_scalar(tree: Any, scalar: type[Any]) -> bool:
-    return isinstance(tree, scalar | list | tuple | dict)
+    is_scalar = numpy is not None and isinstance(value, numpy.generic)
+    return value.item() if is_scalar else value
 
 
 # --- single numbers -------------------------------------------------------------------------------

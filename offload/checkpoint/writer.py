@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,15 +32,16 @@ from offload.checkpoint.disk import CheckpointDisk, identity_of, told, write_who
 from offload.checkpoint.draft import SharedDraft, UnfinishedCheckpoint, check_path
 from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME, Manifest
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
-from offload.checkpoint.rank_group import Range, RankGroup, divide
+from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave, divide, in_files
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.retention import OlderCheckpoints, next_number
-from offload.checkpoint.shard import Shard
+from offload.checkpoint.shard import Shard, Shards
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.core.metrics import Metrics
 from offload.core.portable import close_fds, drop_cached
 from offload.storage.safetensors_header import TensorPlace, TensorSpec, build_header
 
+_MOST_SHARD_BYTES = 4 << 30
 # The phases of a commit, which all ranks go through.
 WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"
 
@@ -104,6 +106,13 @@ class CheckpointWriter:
         return self._draft
 
     # --- shards -----------------------------------------------------------------------------------
+
+    def open_section(self, section: str, holdings: Sequence[TensorToSave]) -> Shards:
+        """Open as many files as it takes to keep each small enough to move about easily."""
+        files = in_files(holdings, lambda each: each.spec.nbytes, _MOST_SHARD_BYTES)
+        own = [{each.spec.name: each.own for each in some} for some in files]
+        specs = [[each.spec for each in some] for some in files]
+        return Shards(map(partial(self.open_shard, section), specs, own))
 
     def open_shard(
         self,
@@ -235,26 +244,16 @@ class CheckpointWriter:
         self._disk.hook("files synced")
 
     def _describe(
-        self,
-        pieces: Sequence[Mapping[str, Any]],
-        values: Mapping[str, Any],
-        fingerprint: str,
+        self, pieces: Sequence[Mapping[str, Any]], values: Mapping[str, Any], fingerprint: str
     ) -> None:
-        """On the first rank, add the pieces that the other ranks have written, and write all."""
-        if self._rank_group.is_first:
-            for theirs in pieces[1:]:
-                for shard in self._shards:
-                    shard.take_in(theirs[shard.name])
-            self._write_all(values, fingerprint)
-
-    def _publish(self, keep: int | None) -> None:
-        self._output.check()
-        if self._rank_group.is_first:
-            self._own_draft.publish()
-            self._end(keep)
-
-    def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> None:
-        """Make files, manifest and directory durable under the hidden name."""
+        """On the first rank, add the pieces that the other ranks have written, and make files,
+        manifest and directory durable under the hidden name.
+        """
+        if not self._rank_group.is_first:
+            return
+        for theirs in pieces[1:]:
+            for shard in self._shards:
+                shard.take_in(theirs[shard.name])
         draft = self._own_draft
         saved = [tensor for shard in self._shards for tensor in shard.saved()]
         self._sync_files()
@@ -270,6 +269,12 @@ class CheckpointWriter:
         with told("fsync of directory", draft.folder):
             self._disk.fsync_dir(draft.fd)
         self._disk.hook("manifest synced")
+
+    def _publish(self, keep: int | None) -> None:
+        self._output.check()
+        if self._rank_group.is_first:
+            self._own_draft.publish()
+            self._end(keep)
 
     def _write_manifest(self, text: bytes) -> None:
         path = self.path / MANIFEST

@@ -19,12 +19,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from offload.api import load, report, save
+from offload.checkpoint.draft import free_path
 from offload.checkpoint.format.verify import verify
 from offload.checkpoint.trees import random_states, set_random_states
 from offload.core.errors import ConfigError, OffloadError
@@ -117,14 +117,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
     # --- saving -----------------------------------------------------------------------------------
 
     def _do_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with self._saving():
-            return self._own["_save_checkpoint"](*args, **kwargs)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
         self._is_saving = not self._trainer.args.save_only_model
         try:
-            yield
+            return self._own["_save_checkpoint"](*args, **kwargs)
         finally:
             self._is_saving = False
 
@@ -146,8 +141,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
     def _do_save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer = self._trainer
         # keep=1 has the checkpoint read back before the Trainer removes older ones, or
-        # `_take_place` an earlier one of this step.
-        path = _free_path(Path(output_dir))
+        # `_take_place` an earlier one of this step, if the Trainer repeats it.
+        path = free_path(Path(output_dir) / FOLDER)
         save(path, trainer.model, trainer.optimizer, keep=1, **self._stateful())
         _take_place(path)
 
@@ -214,17 +209,6 @@ def _ours(checkpoint: Path) -> list[Path]:
 
 def _has_ours(checkpoint: str | None) -> bool:
     return checkpoint is not None and any(path.is_dir() for path in _ours(Path(checkpoint)))
-
-
-def _free_path(checkpoint: Path) -> Path:
-    """Return a path for a new checkpoint: beside the old one if the Trainer repeats a step that has
-    one.
-    """
-    path, count = checkpoint / FOLDER, 1
-    while os.path.lexists(path):
-        count += 1
-        path = checkpoint / f"{FOLDER}-{count}"
-    return path
 
 
 def _take_place(path: Path) -> None:

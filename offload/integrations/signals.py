@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from offload.api import save
-from offload.checkpoint.draft import check_path
+from offload.checkpoint.draft import check_path, free_path
 from offload.checkpoint.optimizer import innermost
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.saves import await_saves, cancel_all
@@ -147,10 +147,15 @@ class save_on_signal:
         if self._wakeup_before != -1:
             with suppress(OSError):
                 self._to.send(bytes([number]))
+        self._is_taken(number)
+
+    def _is_taken(self, number: int) -> bool:
+        """Note the signal, if it asks for more than the one before; return whether it does."""
         wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
-        if wanted in MOVES[self._ask]:
-            self._ask = wanted
-            self._signal = number
+        if wanted not in MOVES[self._ask]:
+            return False
+        self._ask, self._signal = wanted, number
+        return True
 
     # --- safe points ------------------------------------------------------------------------------
 
@@ -205,7 +210,9 @@ class save_on_signal:
         said = flag.heard()
         if said is None or self._ask is SaveRequest.ENDING:
             return False
-        self._take_over(int(said["signal"]))
+        number = int(said["signal"])
+        if self._is_taken(number):  # another rank has received it
+            self._to.send(bytes([number]))  # the limit applies to this rank, too
         if self._points < int(said["point"]):
             return False
         # Without collectives ranks may be at different points: all save at the last of these.
@@ -218,13 +225,6 @@ class save_on_signal:
         self._goal = last
         return self._points == last
 
-    def _take_over(self, number: int) -> None:
-        """Note a signal that another rank has received."""
-        wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
-        if wanted in MOVES[self._ask]:
-            self._ask, self._signal = wanted, number
-            self._to.send(bytes([number]))  # the limit applies to this rank, too
-
     def _save(self) -> Any:
         try:
             await_saves([self._model, self._inner])
@@ -232,22 +232,13 @@ class save_on_signal:
             _tell(str(error))
         extra = self._extra() if callable(self._extra) else self._extra
         return save(
-            self._new_path(),
+            Path(self._path()) if callable(self._path) else free_path(Path(self._path)),
             self._model,
             self._optimizer,
             extra=extra,
             keep=self._keep,
             **self._stateful,
         )
-
-    def _new_path(self) -> Path:
-        if callable(self._path):
-            return Path(self._path())
-        path, count = Path(self._path), 1
-        while os.path.lexists(path):
-            count += 1
-            path = Path(f"{self._path}-{count}")
-        return path
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -259,7 +250,8 @@ class save_on_signal:
             return
         _check_thread()
         self._is_closed = True
-        _unregister(self)
+        with suppress(ValueError):
+            _OPEN.remove(self)
         self._hook.remove()
         if self._ask in (SaveRequest.END, SaveRequest.ENDING):
             return
@@ -305,11 +297,6 @@ def _refuse_second() -> None:
             "or give it all there is to save by name: save_on_signal(path, model, optimizer, "
             "other=model2, other_optimizer=optimizer2)"
         )
-
-
-def _unregister(saver: save_on_signal) -> None:
-    with suppress(ValueError):
-        _OPEN.remove(saver)
 
 
 def _forget_in_child() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,3 +37,21 @@ def in_order_of(tensor: Tensor, param: Tensor) -> Tensor:
         )
         tensor = there.copy_(tensor)
     return flat(tensor)
+
+
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether elements lie one behind the other in the order of the shape."""
+    step = 1
+    for size, distance in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 0:
+            return True
+        if size != 1:
+            if distance != step:
+                return False
+            step *= size
+    return True
+
+
+def is_same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether both strides put elements in the same order; sizes of 1 have any stride."""
+    return all(size < 2 or a == b for size, a, b in zip(shape, one, other, strict=True))

@@ -25,7 +25,6 @@ from torch import Tensor
 from offload.core.locks import Gate, steadfast, uninterrupted
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.optim.assembly import Assembly, is_row_major
 from offload.optim.consistency import clear_frames
 from offload.optim.recipe import Record
 from offload.optim.tiers import HostChunk, Tiers
@@ -37,9 +36,8 @@ _CAUSE = "checkpoint"
 _WHAT = "save of the optimizer's state"
 
 # Takes some values of a parameter's field: the parameter's number, the field, the byte offset of
-# the first value, the flat values. They are in the order of the parameter's shape, or in the order
-# of its memory where ranks share it. They may change as soon as the call has returned. Any thread
-# may call it.
+# the first value, the flat values. They are in the order of the parameter's memory, and may change
+# as soon as the call has returned. Any thread may call it.
 Sink = Callable[[int, str, int, Tensor], None]
 
 
@@ -77,10 +75,8 @@ class Saver:
         self, tiers: Tiers, records: Sequence[Record], metrics: Metrics, sink: Sink
     ) -> None:
         self._tiers = tiers
-        self._records = records
         self._metrics = metrics
         self._sink = sink
-        self._assembly = Assembly(sink)
         self._parts: dict[int, list[Slice]] = {}
         self._states: dict[int, ChunkSnapshot] = {}
         self._held = 0  # how many chunks are HELD
@@ -122,7 +118,7 @@ class Saver:
         try:
             self._work_through(reading)
         except BaseException as error:
-            self._give_up(error)
+            self.cancel(error)
         with steadfast:
             for each in reading:  # no read may write to the memory after it is freed
                 with suppress(Exception):
@@ -211,9 +207,9 @@ class Saver:
         try:
             self._write_held(piece)
         except Exception as error:  # the step goes on; `run` raises it
-            self._give_up(error.with_traceback(None))  # a traceback would hold the piece
+            self.cancel(error.with_traceback(None))  # a traceback would hold the piece
         except BaseException as error:
-            self._give_up(error)
+            self.cancel(error)
             raise
 
     def before_release(self, piece: HostChunk) -> None:
@@ -229,22 +225,19 @@ class Saver:
 
     def _await(self, number: int) -> None:
         with self._lock:
-            self._gate.wait_until(
-                lambda: self._states[number] is not ChunkSnapshot.HELD,
-                _WHAT,
-                progress=lambda: self.progress,
-            )
+            self._wait(lambda: self._states[number] is not ChunkSnapshot.HELD)
 
     def settle(self) -> None:
         """Wait until the saver needs nothing of the tiers any more."""
         with self._lock:
-            self._gate.wait_until(lambda: self._is_over, _WHAT, progress=lambda: self.progress)
+            self._wait(lambda: self._is_over)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait until `is_so` is true or the saving is given up. The caller holds the lock."""
-        self._gate.wait_until(
-            lambda: is_so() or self._error is not None, _WHAT, progress=lambda: self.progress
-        )
+        self._wait(lambda: is_so() or self._error is not None)
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        self._gate.wait_until(is_so, _WHAT, progress=lambda: self.progress)
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -257,14 +250,8 @@ class Saver:
 
     def _write(self, piece: HostChunk) -> None:
         for part in self._parts[piece.chunk.number]:
-            record = self._records[part.param]
-            # Where ranks share the state, no rank has all of it: the sink puts it together.
-            is_plain = record.own is not None or is_row_major(record.shape, record.stride)
             for field, values in piece.fields(part).items():
-                if is_plain:
-                    self._sink(part.param, field, part.begin * ELEMENT_BYTES, values)
-                else:
-                    self._assembly.add(record, part, field, values)
+                self._sink(part.param, field, part.begin * ELEMENT_BYTES, values)
 
     def _move(self, number: int, state: ChunkSnapshot) -> None:
         before = self._states[number]
@@ -276,19 +263,16 @@ class Saver:
         self._held += (state is ChunkSnapshot.HELD) - (before is ChunkSnapshot.HELD)
         self._gate.notify_all()
 
-    def _give_up(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
+        """Make `run`, under way or still to come, end with `error`. Any thread may call it."""
         with self._lock:
             self._error = self._error or error
             self._gate.notify_all()
 
-    def cancel(self, error: BaseException) -> None:
-        """Make `run`, under way or still to come, end with `error`. Any thread may call it."""
-        self._give_up(error)
-
     @steadfast
     def give_up(self, error: BaseException) -> None:
         """End the saving with `error`, where `run` will not be called."""
-        self._give_up(error)
+        self.cancel(error)
         self._end()
 
     def _end(self) -> None:
@@ -298,7 +282,6 @@ class Saver:
                 return
             if self._tiers.watcher is self:
                 self._tiers.watcher = None
-            self._assembly.drop()
             self._here.clear()  # it is the tiers' memory
             self._tiers = None  # type: ignore[assignment]
             self._is_over = True

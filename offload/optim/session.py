@@ -36,10 +36,10 @@ from offload.distributed import (
 )
 from offload.optim.agreement import settings_sum
 from offload.optim.aside import KeptOptimizerState
-from offload.optim.assembly import is_same_order
 from offload.optim.consistency import LOAD, MOVE, Consistency, clear_frames
 from offload.optim.exclusive_access import ExclusiveAccess
 from offload.optim.export import OptimizerStateGatherer, ParamOptimizerState, export
+from offload.optim.flat import is_same_order
 from offload.optim.gradient_source import Gradient
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.norm import GlobalNorm

@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from offload.optim.assembly import is_row_major, is_same_order
-from offload.optim.flat import flat, in_order_of
+from offload.optim.flat import flat, in_order_of, is_row_major, is_same_order
 from offload.optim.recipe import Record
 from offload.planning.layout import Slice
 

@@ -23,7 +23,7 @@ from support.training import train
 from torch import Tensor, nn
 
 import offload
-from offload.checkpoint import saving
+from offload.checkpoint import shard
 from offload.checkpoint.format.directory import CheckpointDirectory
 from offload.checkpoint.format.manifest import Manifest
 from offload.checkpoint.format.values import decode
@@ -695,7 +695,7 @@ def test_a_failed_step_does_not_spoil_a_save(
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    original, left = saving._Shards.write, [after]
+    original, left = shard.Shards.write, [after]
 
     def write(self: Any, name: str, begin: int, values: Tensor) -> None:
         if "/" in name:  # a tensor of the optimizer
@@ -704,7 +704,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
                 raise StoreError("no space left", errno=28)
         original(self, name, begin, values)
 
-    monkeypatch.setattr(saving._Shards, "write", write)
+    monkeypatch.setattr(shard.Shards, "write", write)
 
 
 def test_a_failed_save_does_not_spoil_training(

@@ -552,7 +552,9 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     write_checkpoint(tmp_path / ".elsewhere" / "x", 20)
     (tmp_path / "link").symlink_to(tmp_path / ".elsewhere" / "x")
-    assert list_numbers(tmp_path) == {"a": 2, "b": 3, "c": 1, "d": 5, "e": 6, "f": 7}
+    with CheckpointDirectory(tmp_path) as directory:
+        numbers = list_numbers(directory)
+    assert numbers == {"a": 2, "b": 3, "c": 1, "d": 5, "e": 6, "f": 7}
     with pytest.warns(UserWarning, match="passed over") as warned:
         assert find_newest(tmp_path) == tmp_path / "b"
     assert find_newest(tmp_path / "c") == tmp_path / "c"

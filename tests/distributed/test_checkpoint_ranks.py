@@ -23,7 +23,7 @@ from support.ranks import restart_loop
 from support.ranks.launch import outcomes, run
 
 import offload
-from offload.checkpoint.disk import PARTICIPANT_POINTS, POINTS
+from offload.checkpoint.disk import POINTS
 from offload.checkpoint.format.directory import CheckpointDirectory, find_newest
 from offload.checkpoint.format.verify import verify
 from offload.core.format_limits import MOST_PART_BYTES
@@ -31,6 +31,8 @@ from offload.core.format_limits import MOST_PART_BYTES
 pytestmark = pytest.mark.ranks
 DRAWN = chosen(test=2, torture=90)  # kills at any moment, beside those at each point
 STRIDE = chosen(test=3, torture=1)  # of the calls that fail
+# The points of a rank that is not the first.
+PARTICIPANT_POINTS = ("joined", "shard opened", "data written", "files synced", "verified")
 NAMED = [(0, point) for point in POINTS[:9]] + [(1, point) for point in PARTICIPANT_POINTS]
 
 

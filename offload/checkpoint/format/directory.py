@@ -74,10 +74,9 @@ class CheckpointDirectory:
 
     def open(self, name: str) -> int:
         """Open a regular file of this directory for reading. The caller closes the descriptor."""
-        path = self.path / check_name(name)
+        self.size(name, "open")  # first, because opening a device may already do something
+        path = self.path / name
         try:
-            # Look at it first, because opening a device may already do something.
-            _check_regular(path, os.stat(name, dir_fd=self.fd, follow_symlinks=False))
             fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)
         except OSError as error:
             raise _refusal(path, "open", error, below=True) from error
@@ -97,13 +96,13 @@ class CheckpointDirectory:
         finally:
             os.close(fd)
 
-    def size(self, name: str) -> int:
-        """Return the size of a regular file in bytes, without opening it."""
+    def size(self, name: str, operation: str = "look at") -> int:
+        """Return the size of a regular file in bytes, without opening it. operation: for errors."""
         path = self.path / check_name(name)
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except OSError as error:
-            raise _refusal(path, "look at", error, below=True) from error
+            raise _refusal(path, operation, error, below=True) from error
         _check_regular(path, found)
         return found.st_size
 
@@ -151,8 +150,7 @@ class CheckpointDirectory:
             path = self.path / MANIFEST
             raise CorruptionError(
                 f"{printable(path)}: does not begin like a manifest of this format, but stands "
-                "beside files "
-                "of a checkpoint: it is not what was written",
+                "beside files of a checkpoint: it is not what was written",
                 operation="verify",
                 file=str(path),
             )
@@ -164,16 +162,10 @@ class CheckpointDirectory:
     def _begin(self, strict: bool = False) -> bytes:
         try:
             with self.opened(MANIFEST) as fd:
-                return os.pread(fd, _BEGIN_BYTES, 0)
-        except FormatError:
-            return b""
-        except StoreError:
-            if strict:
+                return _pread(fd, _BEGIN_BYTES, self.path / MANIFEST)
+        except (FormatError, StoreError) as error:
+            if strict and isinstance(error, StoreError):
                 raise
-            return b""
-        except OSError as error:
-            if strict:
-                raise _refusal(self.path / MANIFEST, "read", error, below=True) from error
             return b""
 
     def close(self) -> None:
@@ -214,12 +206,16 @@ def read_into(fd: int, offset: int, memory: Any, path: Path) -> None:
         done += got
 
 
-def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
-    """Read the whole file without a second copy of it."""
+def _pread(fd: int, nbytes: int, path: Path) -> bytes:
     try:
-        text = os.pread(fd, nbytes, 0)
+        return os.pread(fd, nbytes, 0)
     except OSError as error:
         raise _refusal(path, "read", error, below=True, offset=0) from error
+
+
+def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
+    """Read the whole file without a second copy of it."""
+    text = _pread(fd, nbytes, path)
     if len(text) < nbytes:  # a signal interrupted the read, or the file was cut short
         rest = bytearray(nbytes - len(text))
         read_into(fd, len(text), rest, path)
@@ -230,19 +226,12 @@ def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
-def list_numbers(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Return the directories below `path` that look like checkpoints, with the numbers they claim.
-
-    Skips hidden names (they begin with ".") and links.
-    """
-    with CheckpointDirectory(path) as parent:
-        return _numbers_below(parent)
-
-
-def _numbers_below(
+def list_numbers(
     parent: CheckpointDirectory, passed: MutableMapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Do what `list_numbers` does in an open directory. passed: for `find_newest`, which must not
+    """Return the directories in `parent` that look like checkpoints, with the numbers they claim.
+
+    Skips hidden names (they begin with ".") and links. passed: for `find_newest`, which must not
     miss the newest checkpoint. So errors of the system are raised then, and a checkpoint whose
     manifest has a damaged beginning is passed over with a warning.
     """
@@ -295,7 +284,7 @@ def find_newest(
 
 
 def _find_below(parent: CheckpointDirectory, passed: MutableMapping[str, str]) -> Path:
-    numbers = _numbers_below(parent, passed)
+    numbers = list_numbers(parent, passed)
     for name in sorted(numbers, key=lambda name: (numbers[name], name), reverse=True):
         if name in passed:
             continue

@@ -34,7 +34,7 @@ from offload.core.format_limits import (
     MOST_TENSORS,
 )
 from offload.core.strict_json import parse_json, shown
-from offload.storage.safetensors_header import SIZES, check_tensor
+from offload.storage.safetensors_header import SIZES, TensorSpec, check_tensor
 
 FORMAT: Final = "offload checkpoint"
 VERSION: Final = 1
@@ -85,6 +85,10 @@ class SavedTensor:
     @cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * SIZES[self.dtype]
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.key, self.dtype, self.shape)
 
     @property
     def section(self) -> str:
@@ -170,12 +174,10 @@ class Manifest:
             number=found["number"],
             created_s=found["created_s"],
             fingerprint=found["fingerprint"],
-            files=dict(files),
-            tensors=_parse_tensors(found["tensors"], [name for name, _ in files]),
+            files=files,
+            tensors=_parse_tensors(found["tensors"], list(files)),
             values=found["values"],
         )
-        if len(manifest.files) < len(files):
-            raise FormatError("files: a name is there twice")
         _check(manifest)
         return manifest
 
@@ -223,15 +225,17 @@ def _check_digest(text: bytes) -> None:
         raise FormatError("expected its number behind its version")
 
 
-def _parse_files(found: Any) -> list[tuple[str, int]]:
+def _parse_files(found: Any) -> dict[str, int]:
     _check_list("files", found, MOST_FILES)
-    files = []
+    files: dict[str, int] = {}
     for file in found:
         if type(file) is not dict or tuple(file) != ("name", "nbytes"):
             raise FormatError(f"files: expected name and nbytes, got {shown(file)}")
         if type(file["name"]) is not str:
             raise FormatError(f"files: expected a name, got {shown(file['name'])}")
-        files.append((file["name"], file["nbytes"]))
+        if file["name"] in files:
+            raise FormatError("files: a name is there twice")
+        files[file["name"]] = file["nbytes"]
     return files
 
 

@@ -35,11 +35,12 @@ Put = Callable[[Any], "str | None"]
 Get = Callable[[str], Any]
 
 
-def encode(tree: Any, put: Put) -> Any:
+def encode(tree: Any, put: Put, convert: Callable[[Any], Any] = lambda value: value) -> Any:
     """Encode the tree as JSON values. put: called with each leaf that is no plain value; it saves
     the leaf and returns its name, or None if it cannot, and a `ConfigError` names the leaf then.
+    convert: called with every value in the tree, and returns what is encoded in its place.
     """
-    return _Encoder(put).encode(tree, (), MOST_TREE_DEPTH)
+    return _Encoder(put, convert).encode(tree, (), MOST_TREE_DEPTH)
 
 
 def decode(tree: Any, get: Get) -> Any:
@@ -50,14 +51,15 @@ def decode(tree: Any, get: Get) -> Any:
 
 
 class _Encoder:
-    def __init__(self, put: Put) -> None:
-        self._put = put
+    def __init__(self, put: Put, convert: Callable[[Any], Any]) -> None:
+        self._put, self._convert = put, convert
         self._left = MOST_TREE_NODES
 
     def encode(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         self._left -= 1
         if self._left < 0:
             self._refuse(path, f"expected a tree of at most {MOST_TREE_NODES} values; use a tensor")
+        value = self._convert(value)
         if value is None or isinstance(value, bool | str | int | float | bytes):
             return self._encode_plain(value, path)
         if isinstance(value, dict | list | tuple):

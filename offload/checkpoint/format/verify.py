@@ -56,10 +56,13 @@ class Verdict:
     def is_whole(self) -> bool:
         return self.damages == 0
 
-    def add(self, error: str) -> None:
+    def add(self, error: FormatError | StoreError) -> None:
+        """Record the error as damage; raise it if it is this process's own trouble."""
+        if isinstance(error, StoreError) and error.errno in _TROUBLE:
+            raise error
         self.damages += 1
         if len(self.damage) < MOST_FINDINGS:
-            self.damage.append(error)
+            self.damage.append(str(error))
 
 
 def verify(path: str | os.PathLike[str], report: Report = lambda done, total: None) -> Verdict:
@@ -85,7 +88,7 @@ def verify(path: str | os.PathLike[str], report: Report = lambda done, total: No
         except (FormatError, StoreError) as error:
             if isinstance(error, FormatError):
                 _check_version(directory)
-            _note(findings, error)
+            findings.add(error)
             return findings
         findings.manifest = manifest
         findings.foreign = [n for n in names if n != MANIFEST and n not in manifest.files]
@@ -94,7 +97,7 @@ def verify(path: str | os.PathLike[str], report: Report = lambda done, total: No
 
 
 def _refuse(directory: CheckpointDirectory) -> NoReturn:
-    below = list(list_numbers(directory.path))
+    below = list(list_numbers(directory))
     more = f"; checkpoints below it: {shown(below[:10])}" if below else ""
     raise ConfigError(
         f"{printable(directory.path)}: is no checkpoint: it has no {MANIFEST}; give a directory "
@@ -110,13 +113,6 @@ def _check_version(directory: CheckpointDirectory) -> None:
             f"{printable(directory.path / MANIFEST)}: has version {version} of the format, "
             f"expected {VERSION}; check it with the version of offload that has written it"
         )
-
-
-def _note(findings: Verdict, error: FormatError | StoreError) -> None:
-    """Record the error as damage; raise it if it is this process's own trouble."""
-    if isinstance(error, StoreError) and error.errno in _TROUBLE:
-        raise error
-    findings.add(str(error))
 
 
 class _Verifier:
@@ -141,7 +137,7 @@ class _Verifier:
                 with self._directory.opened(name) as fd:
                     self._check_file(fd, name, self._tensors[name], done)
             except (FormatError, StoreError) as error:
-                _note(self._findings, error)
+                self._findings.add(error)
             done += nbytes
         self._report(done, self._total_bytes)
 
@@ -159,7 +155,7 @@ class _Verifier:
             _check_header(fd, path, tensors, data_offset, nbytes)
             self._findings.checked_bytes += data_offset
         except FormatError as error:
-            self._findings.add(str(error))
+            self._findings.add(error)
         for tensor in tensors:
             self._check_parts(fd, path, tensor, done)
 
@@ -168,16 +164,15 @@ class _Verifier:
             try:
                 found = self._crc_of(fd, part.offset, part.nbytes, path)
             except StoreError as error:
-                _note(self._findings, error)
+                self._findings.add(error)
                 continue
             finally:
                 self._report(done + part.offset + part.nbytes, self._total_bytes)
             self._findings.checked_bytes += part.nbytes
             if found != part.crc32:
-                self._findings.add(
-                    f"{printable(path)}: {shown(tensor.name)}: the {part.nbytes} bytes at "
-                    f"{part.offset} have the CRC-32 {found:08x}, expected {part.crc32:08x}"
-                )
+                what = f"{printable(path)}: {shown(tensor.name)}: the {part.nbytes} bytes"
+                crcs = f"have the CRC-32 {found:08x}, expected {part.crc32:08x}"
+                self._findings.add(FormatError(f"{what} at {part.offset} {crcs}"))
 
     def _crc_of(self, fd: int, offset: int, nbytes: int, path: Path) -> int:
         value, end = 0, offset + nbytes
