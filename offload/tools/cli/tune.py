@@ -19,7 +19,7 @@ from offload.core.strict_json import printable
 from offload.tools.child import ended_by_signals
 from offload.tools.output import print_json, print_lines, status_line, table
 from offload.tools.tune.picture import draw
-from offload.tools.tune.search import Search, TunedTrial, TuneResult
+from offload.tools.tune.search import Search, TunedTrial
 from offload.tools.tune.session import (
     TrialTable,
     TuneRequest,
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         program = Program(wish.command, Path(directory), args.warm_up, args.steps)
         session = TuneSession(program, wish, TrialTable(line))
         try:
-            finding = session.run()
+            session.run()
         except BaseException:
             if args.keep and session.has_found:
                 line.say(f"broken off; the best so far is kept: {session.write()}")
@@ -101,42 +101,41 @@ def run(args: argparse.Namespace) -> int:
     path = session.write()
     note = draw(
         session.search.trials,
-        finding.best,
+        session.search.best,
         session.limit.seconds,
-        f"{wish.name}: {describe(finding.best, session.table.layer_bytes)}",
+        f"{wish.name}: {describe(session.search.best, session.table.layer_bytes)}",
         wish.picture,
     )
     if args.json:
-        print_json(_as_json(session, finding, path, note))
+        print_json(_as_json(session, path, note))
     else:
-        print_lines(_as_text(session, finding, path, note))
+        print_lines(_as_text(session, path, note))
     return 0
 
 
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _as_text(session: TuneSession, finding: TuneResult, path: Path, note: str | None) -> list[str]:
-    wish, less = session.wish, 1 - finding.step_s / finding.base_s
-    chosen = describe(finding.best, session.table.layer_bytes)
-    rows = [("derived", f"{finding.base_s:.4g} s a step")]
-    tried = {trial.tuning for trial in session.search.trials} - {finding.base}
+def _as_text(session: TuneSession, path: Path, note: str | None) -> list[str]:
+    wish, search = session.wish, session.search
+    base, best_s = search.space.base, search.step_s(search.best)
+    base_s = search.step_s(base)
+    chosen = describe(search.best, session.table.layer_bytes)
+    rows = [("derived", f"{base_s:.4g} s a step")]
+    tried = {trial.tuning for trial in search.trials} - {base}
     if not tried:
         rows.append(("chosen", f"{chosen}: there was time for nothing else; raise --minutes"))
-    elif finding.best == finding.base:
+    elif search.best == base:
         rows.append(("chosen", f"{chosen}: nothing has beaten it by more than the noise"))
     else:
-        rows.append(
-            (
-                "chosen",
-                f"{chosen}: {finding.step_s:.4g} s ± {finding.spread_s:.2g} ({less:.1%} less)",
-            )
-        )
+        less = 1 - best_s / base_s
+        shown = f"{best_s:.4g} s ± {search.spread_s:.2g} ({less:.1%} less)"
+        rows.append(("chosen", f"{chosen}: {shown}"))
     rows += [
-        ("noise", f"{finding.noise:.1%} between trials of the same" if tried else "not known"),
-        ("stalls", f"{finding.stall_share:.0%} of a step"),
+        ("noise", f"{search.noise:.1%} between trials of the same" if tried else "not known"),
+        ("stalls", f"{search.stall_share:.0%} of a step"),
         ("limit", str(session.limit)),
-        ("trials", _how_many(session.search)),
+        ("trials", _how_many(search)),
         ("profile", printable(path)),
         ("picture", note or printable(wish.picture)),
         ("use it", _how_to_use(wish)),
@@ -155,26 +154,25 @@ def _how_to_use(wish: TuneRequest) -> str:
     return f"give profile={os.fspath(wish.profile)!r} to offload.prepare or offload.wrap"
 
 
-def _as_json(
-    session: TuneSession, finding: TuneResult, path: Path, note: str | None
-) -> dict[str, Any]:
+def _as_json(session: TuneSession, path: Path, note: str | None) -> dict[str, Any]:
+    search, base = session.search, session.search.space.base
     return {
         "name": session.wish.name,
         "targets": [asdict(target) for target in session.targets],
-        "best": asdict(finding.best),
-        "is_beaten": finding.best != finding.base,
-        "step_s": finding.step_s,
-        "spread_s": finding.spread_s,
-        "base_s": finding.base_s,
-        "stall_share": finding.stall_share,
-        "noise": finding.noise,
+        "best": asdict(search.best),
+        "is_beaten": search.best != base,
+        "step_s": search.step_s(search.best),
+        "spread_s": search.spread_s,
+        "base_s": search.step_s(base),
+        "stall_share": search.stall_share,
+        "noise": search.noise,
         "limit_s": session.limit.seconds,
         "limit": asdict(session.limit),
-        "spent_s": session.search.spent_s,
-        "was_cut": session.search.was_cut,
+        "spent_s": search.spent_s,
+        "was_cut": search.was_cut,
         "profile": str(path),
         "picture": None if note else str(session.wish.picture),
-        "trials": [_trial_json(session, trial) for trial in session.search.trials],
+        "trials": [_trial_json(session, trial) for trial in search.trials],
     }
 
 

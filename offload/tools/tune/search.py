@@ -83,26 +83,10 @@ class TunedTrial:
     measured: Measured
 
 
-@dataclass(frozen=True)
-class TuneResult:
-    """The result of a search. best: the base, unless another tuning has beaten it by more than the
-    noise. noise: of a trial's median, as a share. step_s, spread_s, stall_share: of the best;
-    base_s: of the base.
-    """
-
-    best: Tuning
-    base: Tuning
-    step_s: float
-    spread_s: float
-    base_s: float
-    stall_share: float
-    noise: float
-
-
 class Search:
     """A search for the best tuning of a space. limit_s: seconds that all trials may take together.
-    tell: called with each trial when it has ended. After an exception from `measure` the best so
-    far is in `finding()`.
+    tell: called with each trial when it has ended. best: so far, also after an exception from
+    `measure`; in the end the base, unless another tuning has beaten it by more than the noise.
     """
 
     def __init__(
@@ -137,7 +121,8 @@ class Search:
         self.trials.append(TunedTrial(len(self.trials) + 1, tuning, measured))
         self._tell(self.trials[-1])
 
-    def run(self) -> TuneResult:
+    def run(self) -> Tuning:
+        """Search, and return the best."""
         base = self.space.base
         while len(self._runs.get(base, ())) < 2 and (base not in self._runs or self._has_time(1)):
             self._try(base)
@@ -150,21 +135,18 @@ class Search:
             for knob in self.space.knobs:
                 self._refine(knob)
         self._decide()
-        return self.finding()
+        return self.best
 
-    def finding(self) -> TuneResult:
-        """Return the result so far."""
-        base, best = self.space.base, self.best
-        runs = self._runs.get(best, [])
-        return TuneResult(
-            best=best,
-            base=base,
-            step_s=self.step_s(best),
-            spread_s=spread_s([s for run in runs for s in run.seconds]),
-            base_s=self.step_s(base),
-            stall_share=statistics.median(r.stall_share for r in runs) if runs else 0.0,
-            noise=self.noise,
-        )
+    @property
+    def spread_s(self) -> float:
+        """The spread of the best's iterations."""
+        return spread_s([s for run in self._runs.get(self.best, ()) for s in run.seconds])
+
+    @property
+    def stall_share(self) -> float:
+        """The share of an iteration in which the best waits."""
+        runs = self._runs.get(self.best)
+        return statistics.median(run.stall_share for run in runs) if runs else 0.0
 
     def step_s(self, tuning: Tuning) -> float:
         """Return the median seconds of an iteration over all trials; infinite if none succeeded."""

@@ -22,7 +22,7 @@ from offload.integrations.screen import StatusLine
 from offload.planning import profile
 from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
 from offload.planning.trial import TrialResult
-from offload.tools.tune.search import Measured, Search, TunedTrial, TuneResult, spread_s
+from offload.tools.tune.search import Measured, Search, TunedTrial, spread_s
 from offload.tools.tune.space import Limit, make_base, make_space, parse_activations, parse_try
 from offload.tools.tune.trials import Program, TrialFailed
 
@@ -214,7 +214,7 @@ class TuneSession:
     _longest_s: float = 0.0
     _started: int = 0
 
-    def run(self) -> TuneResult:
+    def run(self) -> None:
         wish, base = self.wish, make_base(self.wish.activations)
         self.table.head()
         measured = self._trial(base, wish.limit_s)  # if it raises, nothing can be tuned
@@ -226,7 +226,7 @@ class TuneSession:
         self.search.take(base, measured)
         for note in notes:
             self.table.line.say(f"{'':>5}  {note}")
-        return self.search.run()
+        self.search.run()
 
     def _measure(self, tuning: Tuning) -> Measured:
         limit_s = min(self.search.left_s, _SLACK * self._longest_s) + _SLACK_S
@@ -269,7 +269,7 @@ class TuneSession:
 
     def write(self) -> Path:
         """Write the best so far to the profile, for every model that the loop has opened."""
-        path, finding = self.wish.profile, self.search.finding()
+        path, search = self.wish.profile, self.search
         if self.wish.is_own:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = profile.load(path) if path.exists() else new_profile()
@@ -277,10 +277,10 @@ class TuneSession:
             tuned = Tuned(
                 **asdict(target),
                 name=self.wish.name,
-                tuning=finding.best,
-                step_s=finding.step_s,
-                spread_s=finding.spread_s,
-                stall_share=finding.stall_share,
+                tuning=search.best,
+                step_s=search.step_s(search.best),
+                spread_s=search.spread_s,
+                stall_share=search.stall_share,
                 limit_s=self.limit.seconds,
                 date=_today(),
             )
