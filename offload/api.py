@@ -249,10 +249,14 @@ def plan(
     `steps`, `save_every`, `dtype`, `host_memory`, `device_memory`, `nvme` or `nvme_count`,
     `activations`, `on` (a profile), `endurance` (TB).
     """
-    if isinstance(optimizer, str | PathLike):
-        return _plan_by_name(optimizer, config, elementwise, measure, fields)
-    if isinstance(optimizer, nn.Module):
-        return _plan_of_model(optimizer, config, elementwise, measure, fields)
+    if isinstance(optimizer, str | PathLike | nn.Module):
+        if elementwise or measure:
+            raise ConfigError(
+                "plan: elementwise and measure are for wrapped optimizers; leave them out"
+            )
+        if isinstance(optimizer, nn.Module):
+            return _plan_of_model(optimizer, config, fields)
+        return _plan_by_name(optimizer, config, fields)
     if isinstance(config, torch.optim.Optimizer | str):
         raise ConfigError("plan: expected an optimizer, or a model and its optimizer; got two")
     config = Config.of(config, **fields)
@@ -261,35 +265,21 @@ def plan(
 
 
 def _plan_by_name(
-    model: str | PathLike[str],
-    optimizer: object,
-    elementwise: bool,
-    measure: bool,
-    fields: dict[str, Any],
+    model: str | PathLike[str], optimizer: object, fields: dict[str, Any]
 ) -> Forecast:
-    if elementwise or measure:
-        raise ConfigError(
-            "plan: elementwise and measure are for wrapped optimizers; leave them out"
-        )
     if optimizer is not None and not isinstance(optimizer, str):
         raise ConfigError(
             f"plan: expected the name of an optimizer after that of a model, got "
             f"{type(optimizer).__name__}"
         )
     # Imported here, since training needs none of it.
-    from offload.tools.forecast.forecast_request import ForecastRequest
+    from offload.tools.forecast.forecast import ForecastRequest
     from offload.tools.forecast.forecaster import forecast
 
     return forecast(ForecastRequest.of(model, optimizer=optimizer, **fields))
 
 
-def _plan_of_model(
-    model: nn.Module, second: object, elementwise: bool, measure: bool, fields: dict[str, Any]
-) -> TrainingPlan:
-    if elementwise or measure:
-        raise ConfigError(
-            "plan: elementwise and measure are for wrapped optimizers; leave them out"
-        )
+def _plan_of_model(model: nn.Module, second: object, fields: dict[str, Any]) -> TrainingPlan:
     units, weights = fields.pop("units", None), fields.pop("weights", None)
     optimizer = second if isinstance(second, torch.optim.Optimizer) else None
     config = second if isinstance(second, Config) else fields.pop("config", None)

@@ -62,10 +62,6 @@ class ParamSpec:
         grad = self.element_bytes if grad_bytes is None else grad_bytes
         return self.own_numel * (2 * (ELEMENT_BYTES * len(self.fields) + self.element_bytes) + grad)
 
-    @property
-    def state_bytes(self) -> int:
-        return self.own_numel * len(self.fields) * ELEMENT_BYTES
-
 
 @dataclass(frozen=True)
 class Slice:

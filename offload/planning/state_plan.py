@@ -149,7 +149,10 @@ class Plan:
         """The bytes of all gradient buffers, and of the flags that tell whether a gradient has
         changed.
         """
-        return grad_buffers_bytes(self.params) if self.has_grad_buffers else 0
+        moved = [param for param in self.params if param.device_bytes]
+        if not self.has_grad_buffers or not moved:
+            return 0
+        return sum(map(grad_buffer_bytes, moved)) + verdicts_bytes(self.params)
 
     @property
     def arena_bytes(self) -> int:
@@ -331,15 +334,6 @@ def largest_staging_buffer(
     widths = [param.device_bytes for param in params]
     ends = [max(e for _, _, e in staging_spans(c, widths, has_no_grads).values()) for c in chunks]
     return round_up(max([*ends, int(any(widths))]), _PAGE)
-
-
-def grad_buffers_bytes(params: Sequence[ParamSpec]) -> int:
-    """Return the bytes of the gradient buffers of all parameters on a device, and of a flag for
-    each.
-    """
-    moved = [param for param in params if param.device_bytes]
-    grad_buffers = sum(grad_buffer_bytes(param) for param in moved)
-    return grad_buffers + verdicts_bytes(params) if moved else 0
 
 
 def grad_buffer_bytes(param: ParamSpec) -> int:

@@ -18,9 +18,9 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.private_file import read_small, write_private
@@ -124,14 +124,6 @@ def _load(kind: type[_T], path: Path) -> _T:
 # --- the trial of this process --------------------------------------------------------------------
 
 
-@runtime_checkable
-class TrialModel(Protocol):
-    """A prepared model."""
-
-    @property
-    def units(self) -> Sequence[Unit]: ...
-
-
 @dataclass(frozen=True)
 class _TrialIteration:
     seconds: float
@@ -155,11 +147,9 @@ class Trial:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.order = load_order(path)
-        self._targets: dict[TuningTarget, None] = {}
-        self._is_prepared = self._tunes_depth = self._tunes_activations = False
+        self._result = TrialResult()
         self._followed: Metrics | None = None
         self._last: StepFact | None = None
-        self._steps = 0
         self._iterations: list[_TrialIteration] = []
 
     @property
@@ -168,14 +158,18 @@ class Trial:
 
     def note_target(self, target: TuningTarget) -> None:
         """Note that a model, or an optimizer's parameters, will be opened with that tuning."""
-        self._targets[target] = None
-        self._write(TrialResult(tuple(self._targets)))
+        targets = dict.fromkeys((*self._result.targets, target))
+        self._write(targets=tuple(targets))
 
     def note_prepared(self, tunes_depth: bool, tunes_activations: bool) -> None:
         """Note that a model is opened, and whether it leaves these to the tuning."""
-        self._is_prepared = True
-        self._tunes_depth |= tunes_depth
-        self._tunes_activations |= tunes_activations
+        known = self._result
+        self._result = replace(
+            known,
+            is_prepared=True,
+            tunes_depth=known.tunes_depth or tunes_depth,
+            tunes_activations=known.tunes_activations or tunes_activations,
+        )
 
     def note_step(self, step: StepFact, metrics: Metrics, model: object, threads: int) -> None:
         """Note that a step has ended. Raises SystemExit after the last step of the order. model:
@@ -184,34 +178,30 @@ class Trial:
         if self._followed is not None and self._followed is not metrics:
             return
         self._followed = metrics
-        self._steps += 1
-        if self._steps > self.order.warm_up and self._last is not None:
+        steps = self._result.steps_done + 1
+        if steps > self.order.warm_up and self._last is not None:
             events = metrics.events_since(self._last.end_s)
             self._iterations.append(_iteration(self._last, step, events))
         self._last = step
-        self._write(self._result(metrics, model, threads))
-        if self._steps >= self.order.steps_needed:
+        layers = layer_sizes(getattr(model, "units", ()))
+        usual = max(statistics.multimode(layers), default=None)
+        is_last = steps >= self.order.steps_needed
+        self._write(
+            is_whole=is_last,
+            steps_done=steps,
+            threads=threads,
+            layer_bytes=usual,
+            layers=layers.count(usual or 0),
+            peak_bytes=_peak_bytes(metrics),
+            **_figures(self._iterations),
+        )
+        if is_last:
             raise SystemExit(0)
 
-    def _result(self, metrics: Metrics, model: object, threads: int) -> TrialResult:
-        layers = layer_sizes(model.units) if isinstance(model, TrialModel) else []
-        usual = statistics.multimode(layers)
-        common: dict[str, Any] = {
-            "targets": tuple(self._targets),
-            "is_whole": self._steps >= self.order.steps_needed,
-            "steps_done": self._steps,
-            "is_prepared": self._is_prepared,
-            "tunes_depth": self._tunes_depth,
-            "tunes_activations": self._tunes_activations,
-            "threads": threads,
-            "layer_bytes": max(usual, default=None),
-            "layers": layers.count(max(usual, default=0)),
-            "peak_bytes": _peak_bytes(metrics),
-        }
-        return TrialResult(**common, **_figures(self._iterations))
-
-    def _write(self, result: TrialResult) -> None:
-        write_private(Path(self.order.result), json.dumps(asdict(result), allow_nan=False))
+    def _write(self, **found: Any) -> None:
+        self._result = replace(self._result, **found)
+        result = json.dumps(asdict(self._result), allow_nan=False)
+        write_private(Path(self.order.result), result)
 
 
 _TRIALS: dict[str, Trial] = {}  # of this process: at most one, by the name of its file

@@ -91,7 +91,7 @@ def test_state_is_laid_out_for_own_elements_only() -> None:
         slices = [part for chunk in lay_out(params, 1024) for part in chunk.slices]
         assert [i for part in slices for i in range(part.begin, part.end)] == list(range(*own))
         assert all(part.param == 0 and part.begin % 16 == 0 for part in slices)
-        assert sum(param.state_bytes for param in params) == 8 * (own[1] - own[0])
+        assert 4 * sum(p.own_numel * len(p.fields) for p in params) == 8 * (own[1] - own[0])
 
 
 def test_the_plan_has_the_shares() -> None:

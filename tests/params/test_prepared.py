@@ -240,7 +240,7 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path) -> None:
     prepared = opened(ours, mine, tmp_path, 16 << 20)
     shares = prepared.shares
     assert shares.gradients_on_disk >= 24 << 20
-    assert "on disk for want of it" in str(shares)
+    assert "on disk for want of it" in str(prepared.plan)
     assert prepared.metrics._gauges["disk"]() == prepared.store.stats().used_bytes
     room = prepared.plan.spill_room_bytes
     assert shares.gradients_on_disk < room < 1.15 * shares.gradients_on_disk + 2 * shares.staging

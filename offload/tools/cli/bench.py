@@ -104,12 +104,15 @@ def run(args: argparse.Namespace) -> int:
     _warn_of_strangers(target, load_known(target))
     wanted = _make_request(args, directories, parts)
     # Before the first line: what comes after it can be interrupted, an import only with noise.
-    from offload.tools.bench.survey import make_profile
+    from offload.tools.bench.survey import make_profile, survey
 
     progress = BenchProgress(status_line(_EVERY_S))
     nbytes = format_size(wanted.most_written_bytes)
     progress.line.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
-    found = _measure(wanted, progress)
+    try:
+        found = survey(wanted, progress)
+    finally:
+        progress.line.erase()
     # Loaded again: another process may have written tunings in the meantime.
     before, today = load_known(target), date.today().isoformat()
     made = make_profile(found, before, read_memory(), read_accelerator(), today)
@@ -151,15 +154,6 @@ def _make_request(
     if wanted.most_written_bytes:
         _check_room(directories, chosen.room_bytes())
     return wanted
-
-
-def _measure(wanted: BenchRequest, progress: BenchProgress) -> SurveyResult:
-    from offload.tools.bench.survey import survey
-
-    try:
-        return survey(wanted, progress)
-    finally:
-        progress.line.erase()
 
 
 def as_json(
