@@ -25,7 +25,7 @@ WHERE = {
         "offload.params.prepare_plan",
         "offload.optim.opening",
         "offload.optim.session",
-        "offload.tools.forecast.simulation.facts",
+        "offload.tools.forecast.simulator",
     ),
     "make_records": (
         "offload.params.prepare_plan",

@@ -18,12 +18,11 @@ from offload.planning.layout import lay_out
 from offload.planning.planner import LEAST_BUFFERS, LEAST_CHUNK_NUMEL
 from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.tools.forecast.footprint import measure
-from offload.tools.forecast.forecast import HIDDEN_SHARE, Forecast
-from offload.tools.forecast.forecast_request import FIELDS, ForecastRequest
+from offload.tools.forecast.forecast import FIELDS, HIDDEN_SHARE, Forecast, ForecastRequest
 from offload.tools.forecast.forecaster import forecast
 from offload.tools.forecast.machines import NOMINAL, find_machine, shipped, with_drives
 from offload.tools.forecast.model_source import FunctionSource, find_source
-from offload.tools.forecast.simulation.facts import facts_of
+from offload.tools.forecast.simulator import facts_of
 from offload.tools.forecast.synthetic_llama import StandIn
 
 BATCH, SEQUENCE = 2, 32

@@ -19,7 +19,7 @@ import offload
 from offload.core.errors import CapacityError, ConfigError
 from offload.telemetry import run_file
 from offload.tools import cli
-from offload.tools.forecast.forecast_request import ForecastRequest
+from offload.tools.forecast.forecast import ForecastRequest
 from offload.tools.forecast.machines import NOMINAL
 from offload.tools.forecast.replay import replay
 from offload.tools.forecast.synthetic_llama import StandIn

@@ -20,8 +20,7 @@ from offload.planning.profile import DriveProfile, Profile, Tuning
 from offload.storage.engine import PIECE_BYTES, Priority
 from offload.telemetry import run_file
 from offload.telemetry.run_file import ParamFact, Run, UnitFact
-from offload.tools.forecast.simulation.clock import Clock
-from offload.tools.forecast.simulation.drives import DriveRequest, Drives, Rates
+from offload.tools.forecast.simulation.clock import Clock, DriveRequest, Drives, Rates
 from offload.tools.forecast.simulator import Outcome, simulate
 from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
@@ -256,14 +255,12 @@ def chain(layers: int = 8, nbytes: int = 64 * MI, compute_s: float = 0.05) -> Wo
     uses = [WorkloadUse(FORWARD, n, compute_s) for n in range(layers)]
     uses += [WorkloadUse(BACKWARD, n, 2 * compute_s) for n in reversed(range(layers))]
     return Workload(
-        title="a chain",
         units=units,
         params=params,
         uses=tuple(uses),
         between_s=0.01,
         activation_bytes=0,
         logits_bytes=0,
-        flops=0.0,
         tokens=1,
         dtype="float32",
         device="cpu",

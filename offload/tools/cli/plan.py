@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES
 from offload.core.errors import ConfigError
-from offload.tools.forecast.forecast_request import FIELDS, OPTIMIZERS, ForecastRequest
+from offload.tools.forecast.forecast import FIELDS, OPTIMIZERS, ForecastRequest
 from offload.tools.output import print_json, print_lines, status_line
 
 if TYPE_CHECKING:
@@ -22,15 +22,7 @@ EPILOG: Final = """examples:
   offload plan my_models:make_gpt --batch 8 --sequence 512 --nvme /mnt/nvme0 --json
   offload plan --trace run.json --on a100-80g-2ssd
 """
-_WITH_TRACE: Final = (
-    "trace",
-    "on",
-    "from_profile",
-    "host_memory",
-    "device_memory",
-    "nvme_count",
-    "nvme",
-)
+_BUDGETS: Final = ("host_memory", "device_memory", "nvme", "nvme_count")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +92,7 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         )
     if args.from_profile is not None:
         raise ConfigError("--from: is for --trace, which tells what a run was recorded on")
-    request = ForecastRequest.of(args.model, **_given(args, FIELDS))
+    request = ForecastRequest.of(args.model, **_given(args))
     # Imported here, because other commands must work where torch does not.
     from offload.tools.forecast.forecaster import forecast
 
@@ -114,17 +106,16 @@ def _forecast(args: argparse.Namespace) -> Forecast:
 def _replay(args: argparse.Namespace) -> Replay:
     if args.model is not None:
         raise ConfigError("plan: MODEL and --trace exclude each other; give one of them")
-    for name in FIELDS:
-        if getattr(args, name, None) is not None and name not in _WITH_TRACE:
+    given = _given(args)
+    given.pop("on", None)
+    for name in given:
+        if name not in _BUDGETS:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option}: a recorded run has its own; leave it out with --trace")
-    budgets = ForecastRequest.of(
-        "", **_given(args, ("host_memory", "device_memory", "nvme", "nvme_count"))
-    )
     from offload.tools.forecast.replay import replay
 
-    return replay(args.trace, args.on, args.from_profile, budgets)
+    return replay(args.trace, args.on, args.from_profile, ForecastRequest.of("", **given))
 
 
-def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in FIELDS if getattr(args, name, None) is not None}

@@ -7,8 +7,8 @@ autograd keeps, and the cost of a recomputed layer are those of a real run. Noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
 from offload.params.hooks import call_in_backward, follow
 from offload.params.model_buffers import buffer_bytes
-from offload.params.recompute import Layers, Recompute, layers_of
+from offload.params.recompute import Recompute, layers_of
 from offload.params.units import find_units, refuse_lazy
 from offload.planning.layout import ParamSpec
 from offload.planning.profile import Profile
@@ -35,7 +35,7 @@ from offload.planning.unit import (
     on_device_bytes,
 )
 from offload.telemetry.run_file import ParamFact, UnitFact
-from offload.tools.forecast.forecast_request import OPTIMIZERS
+from offload.tools.forecast.forecast import OPTIMIZERS
 from offload.tools.forecast.machines import flops_of
 from offload.tools.forecast.meta_cost import Meter, metered
 from offload.tools.forecast.model_source import ModelSource
@@ -76,14 +76,9 @@ class Footprint:
     layer_bytes: int
     buffer_bytes: int
     recomputed_layers: int
-    batch: int
-    sequence: int
+    tokens: int
     activations: str
     on_device: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
 
     @property
     def flops(self) -> int:
@@ -165,7 +160,6 @@ class Footprint:
         """
         kept = enclosing(self.units)
         return Workload(
-            title=self.name,
             units=tuple(
                 UnitFact(u.name, u.nbytes, u.needs, u.number in kept, not u.nbytes)
                 for u in self.units
@@ -175,7 +169,6 @@ class Footprint:
             between_s=0.0,
             activation_bytes=self.activation_bytes,
             logits_bytes=self.logits_bytes,
-            flops=float(self.flops),
             tokens=self.tokens,
             dtype=self.dtype,
             device="device" if self.on_device else "cpu",
@@ -214,15 +207,13 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ConfigError("model: has no parameter that is trained; there is nothing to plan")
-    if name == "adamw":
-        return torch.optim.AdamW(params)
-    if name == "adam":
-        return torch.optim.Adam(params)
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
     if name == "sgd":
         return torch.optim.SGD(params, momentum=_MOMENTUM)
-    if name == "lion":
-        return Lion(params)
-    raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    kinds: dict[str, Callable[[Any], torch.optim.Optimizer]]
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "lion": Lion}
+    return kinds[name](params)
 
 
 def measure(
@@ -245,7 +236,8 @@ def measure(
     known = [*model.parameters(), *model.buffers(), *_tensors(inputs)]
     recorder = _Recorder(Meter(known))
     layers = layers_of(model, units, is_chosen=False) if activations == "recompute" else {}
-    with _recomputing(layers), _followed(model, units, recorder):
+    recompute = Recompute(layers, lambda unit: (), Metrics(), compares=False)
+    with closing(recompute), _followed(model, units, recorder):
         try:
             with metered(recorder.meter, on_device):
                 loss = source.loss(model, inputs)
@@ -268,8 +260,7 @@ def measure(
         layer_bytes=recorder.layer_bytes,
         buffer_bytes=buffer_bytes(model),
         recomputed_layers=len(layers),
-        batch=batch,
-        sequence=sequence,
+        tokens=batch * sequence,
         activations=activations,
         on_device=on_device,
     )
@@ -354,15 +345,6 @@ def _followed(model: nn.Module, units: Sequence[Unit], recorder: _Recorder) -> I
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _recomputing(layers: Layers) -> Iterator[None]:
-    recompute = Recompute(layers, lambda unit: (), Metrics(), compares=False)
-    try:
-        yield
-    finally:
-        recompute.close()
 
 
 def _run_backward(loss: Tensor) -> None:

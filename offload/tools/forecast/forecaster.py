@@ -4,7 +4,7 @@ engine in virtual time. It allocates nothing and opens no directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.core.config import Config, format_size
@@ -18,21 +18,25 @@ from offload.planning.training import TrainingPlan
 from offload.planning.tuning import UNTUNED, fingerprint_of
 from offload.planning.unit import PAGE
 from offload.tools.forecast.footprint import Footprint, measure
-from offload.tools.forecast.forecast import HIDDEN_SHARE, CheckpointCost, Forecast, Timing, Wear
-from offload.tools.forecast.forecast_request import ForecastRequest
+from offload.tools.forecast.forecast import (
+    HIDDEN_SHARE,
+    CheckpointCost,
+    Forecast,
+    ForecastRequest,
+    Timing,
+    Wear,
+)
 from offload.tools.forecast.machines import (
     NOMINAL,
     TargetMachine,
     completed,
     find_machine,
     missing_speeds,
-    usual_device_bytes,
-    usual_host_bytes,
+    usual_budgets,
     with_drives,
 )
 from offload.tools.forecast.model_source import find_source
-from offload.tools.forecast.simulation.facts import facts_of, plan_of
-from offload.tools.forecast.simulator import MODEL, STEP, Outcome, simulate_plan
+from offload.tools.forecast.simulator import MODEL, STEP, Outcome, facts_of, plan_of, simulate_plan
 from offload.tools.forecast.workload import Workload
 
 _GB = 10**9
@@ -137,7 +141,12 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
     source = find_source(request.model, request.shape)
     known = machine.profile or NOMINAL
     on_device = known.device is not None or request.device_bytes is not None
-    budgets = request.within(_usual_budgets(request, machine, on_device))
+    if machine.profile is None:
+        usual = Budgets(usual_bytes_here(Config())[0], activations=request.activations)
+    else:
+        usual = usual_budgets(machine.profile, request.activations)
+        usual = replace(usual, directories=usual.directories or 1)
+    budgets = request.within(usual)
     profile = with_drives(completed(known), budgets.directories)
     tell("counting what the model computes and keeps")
 
@@ -155,23 +164,12 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
     case = _ForecastCase(footprint, work, budgets, profile, tuning)
     missing = missing_speeds(known, footprint.dtype, budgets.directories, on_device)
     if machine.profile is not None and missing:
-        machine = replace(machine, profile=None, note=_not_known(machine, missing))
+        note = (
+            f"{machine.name} has no speed of {' and '.join(missing)}; `offload bench DIRECTORY "
+            f"--only {','.join(missing)}` measures it and keeps the rest"
+        )
+        machine = replace(machine, profile=None, note=note)
     return _answer(request, machine, case, tuned, tell)
-
-
-def _not_known(machine: TargetMachine, missing: Sequence[str]) -> str:
-    return (
-        f"{machine.name} has no speed of {' and '.join(missing)}; `offload bench DIRECTORY --only "
-        f"{','.join(missing)}` measures it and keeps the rest"
-    )
-
-
-def _usual_budgets(request: ForecastRequest, machine: TargetMachine, on_device: bool) -> Budgets:
-    known = machine.profile
-    host = usual_host_bytes(known) if known is not None else usual_bytes_here(Config())[0]
-    device = usual_device_bytes(known) if known is not None and on_device else None
-    drives = len(known.disks) if known is not None else 0
-    return Budgets(host, device, drives or 1, request.activations)
 
 
 def _tuned_for(
@@ -378,20 +376,18 @@ def _gains(case: _ForecastCase, outcome: Outcome) -> dict[str, float]:
     """Compute the seconds by which one more of each resource shortens a step."""
     budgets, found = case.budgets, {}
     uses_disk = outcome.read_bytes or outcome.written_bytes
+
+    def gain(machine: Profile, **more: int) -> float:
+        other = replace(case, budgets=replace(budgets, **more), machine=machine)  # type: ignore[arg-type]
+        return max(0.0, outcome.step_s - other.run().step_s)
+
     if budgets.host_bytes is not None:
-        more = replace(budgets, host_bytes=budgets.host_bytes + _GB)
-        tried = replace(case, budgets=more)
-        found["1 GB more host memory"] = _gain(outcome, tried.run) if uses_disk else 0.0
+        nbytes = budgets.host_bytes + _GB
+        found["1 GB more host memory"] = gain(case.machine, host_bytes=nbytes) if uses_disk else 0.0
     if budgets.device_bytes is not None:
-        more = replace(budgets, device_bytes=budgets.device_bytes + _GB)
-        found["1 GB more device memory"] = _gain(outcome, replace(case, budgets=more).run)
+        nbytes = budgets.device_bytes + _GB
+        found["1 GB more device memory"] = gain(case.machine, device_bytes=nbytes)
     if budgets.directories and uses_disk:
         count = budgets.directories + 1
-        more = replace(budgets, directories=count)
-        tried = replace(case, budgets=more, machine=with_drives(case.machine, count))
-        found["one more drive"] = _gain(outcome, tried.run)
+        found["one more drive"] = gain(with_drives(case.machine, count), directories=count)
     return found
-
-
-def _gain(outcome: Outcome, run: Callable[[], Outcome]) -> float:
-    return max(0.0, outcome.step_s - run().step_s)

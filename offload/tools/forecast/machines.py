@@ -15,6 +15,7 @@ from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.strict_json import printable
 from offload.planning import profile
 from offload.planning.limits import left_free_bytes
+from offload.planning.planner import Budgets
 from offload.planning.profile import Profile
 
 _SHIPPED = Path(__file__).parent / "profiles"
@@ -137,18 +138,15 @@ def completed(machine: Profile) -> Profile:
     return replace(machine, **{name: getattr(NOMINAL, name) for name in lacking})
 
 
-def usual_host_bytes(machine: Profile) -> int | None:
-    """Return the `host_memory` of that machine if the user gives none; None: not known."""
-    total = machine.memory_bytes
-    return None if total is None else total - left_free_bytes(total)
-
-
-def usual_device_bytes(machine: Profile) -> int | None:
-    """Return the `device_memory` of that machine if the user gives none; None: not known, or no
-    device.
-    """
-    total = machine.device_memory_bytes
-    return None if total is None else int(total * _DEVICE_SHARE)
+def usual_budgets(machine: Profile, activations: str) -> Budgets:
+    """Return the budgets on that machine if the user gives none. None: not known, or no device."""
+    host, device = machine.memory_bytes, machine.device_memory_bytes
+    return Budgets(
+        None if host is None else host - left_free_bytes(host),
+        None if device is None else int(device * _DEVICE_SHARE),
+        len(machine.disks),
+        activations,
+    )
 
 
 def flops_of(machine: Profile, dtype: str) -> float | None:

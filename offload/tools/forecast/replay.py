@@ -22,13 +22,12 @@ from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
 from offload.telemetry import run_file
 from offload.telemetry.run_file import About, Run
-from offload.tools.forecast.forecast_request import ForecastRequest
+from offload.tools.forecast.forecast import ForecastRequest, show_seconds
 from offload.tools.forecast.machines import (
     TargetMachine,
     find_machine,
     flops_of,
-    usual_device_bytes,
-    usual_host_bytes,
+    usual_budgets,
     with_drives,
 )
 from offload.tools.forecast.simulator import Outcome, simulate
@@ -86,7 +85,7 @@ class Replay:
     def _rows(self) -> Iterator[tuple[str, str]]:
         outcome, best = self.outcome, self.recommended
         before = self.recorded_step_s
-        told = "" if before is None else f", {_time(before)} an iteration"
+        told = "" if before is None else f", {show_seconds(before)} an iteration"
         yield "run", f"{self.title}, recorded on {self.recorded_on}{told}"
         yield "machine", f"{self.machine} ({self.machine_note})"
         yield "computing", f"{self.factor:.3g} times as long as recorded"
@@ -99,11 +98,11 @@ class Replay:
             f"prefetch_depth={best.depth}, {self._host(best.host_bytes)}, "
             f"{best.drives} drive{'s' * (best.drives != 1)}",
         )
-        yield "a step takes", _time(outcome.step_s)
+        yield "a step takes", show_seconds(outcome.step_s)
         parts = {"compute": outcome.compute_s, "update": outcome.update_s, **outcome.stalls}
-        large = [f"{n} {_time(s)}" for n, s in parts.items() if s >= 0.005 * outcome.step_s]
+        large = [f"{n} {show_seconds(s)}" for n, s in parts.items() if s >= 0.005 * outcome.step_s]
         yield "  of that", ", ".join(large)
-        yield "limited by", f"{outcome.limit}: {_time(outcome.limit_s)} at the very least"
+        yield "limited by", f"{outcome.limit}: {show_seconds(outcome.limit_s)} at the very least"
         read, written = format_size(outcome.read_bytes), format_size(outcome.written_bytes)
         yield "moved each step", f"disk {read} read, {written} written"
 
@@ -117,7 +116,7 @@ class Replay:
     def _table(self) -> Iterator[str]:
         yield f"{'host memory':>14} {'drives':>7} {'depth':>6} {'a step':>10}"
         for trial in self.trials:
-            taken = "too little" if trial.step_s is None else _time(trial.step_s)
+            taken = "too little" if trial.step_s is None else show_seconds(trial.step_s)
             mark = "  <- recommended" if trial == self.recommended else ""
             host = _size(trial.host_bytes)
             yield f"{host:>14} {trial.drives:>7} {trial.depth:>6} {taken:>10}{mark}"
@@ -182,11 +181,9 @@ def _factor(
 
 def _usual_budgets(about: About, machine: Profile, keeps_budget: bool) -> Budgets:
     """Return the budgets of the run if `keeps_budget`, otherwise the usual ones of the machine."""
-    host, device, drives = about.host_bytes, about.device_bytes, about.directories
     if not keeps_budget:
-        host, device = usual_host_bytes(machine), usual_device_bytes(machine)
-        drives = len(machine.disks)
-    return Budgets(host, device, drives, about.activations)
+        return usual_budgets(machine, about.activations)
+    return Budgets(about.host_bytes, about.device_bytes, about.directories, about.activations)
 
 
 # --- trying ---------------------------------------------------------------------------------------
@@ -264,7 +261,3 @@ def _recorded_s(about: About) -> float | None:
 
 def _size(nbytes: int | None) -> str:
     return "no limit" if nbytes is None else format_size(nbytes)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -22,31 +22,43 @@ allocates no memory for tensors and reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from offload.core.errors import ConfigError
 from offload.core.step_fact import OTHER
-from offload.planning.planner import Budgets
+from offload.params.gradients import STAGING_MOST_BYTES, STAGING_PLACES
+from offload.planning.layout import ParamSpec, round_up
+from offload.planning.planner import Budgets, TrainingFacts
 from offload.planning.profile import Profile, Tuning
-from offload.planning.training import TrainingPlan
+from offload.planning.training import TrainingPlan, plan_training
 from offload.planning.tuning import UNTUNED
+from offload.planning.unit import PAGE, UnitSizes
+from offload.telemetry.run_file import ParamFact, UnitFact
 from offload.tools.forecast.simulation.device import COMPUTING
-from offload.tools.forecast.simulation.facts import plan_of
 from offload.tools.forecast.simulation.gradients import COPY
 from offload.tools.forecast.simulation.training import (
+    AHEAD,
     BETWEEN,
     COMPUTE,
+    DEVICE,
+    DISK,
+    DOWN,
+    LOOKING,
+    MODEL,
+    STEP,
+    UP,
     UPDATE,
+    WHOLE,
     Training,
-    VirtualIterationCosts,
+    in_order_of_units,
 )
-from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, LOOKING, UP, make_world
 from offload.tools.forecast.workload import Workload
 
-STEP, MODEL = "step(): ", "model: "  # where the wait is, as in a run's file
 DEVICE_IDLE = f"{MODEL}the device waits"
 _LEARNING = 2  # first iterations: the trace is not recorded yet, and there is no state
+_ALIGN_BYTES = 64  # of a gradient's place
 _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor waiting
 
 
@@ -85,6 +97,53 @@ class Outcome:
         return sum(self.stalls.values())
 
 
+def plan_of(work: Workload, budgets: Budgets) -> TrainingPlan:
+    """Plan the workload within the budgets. Raises `CapacityError` with the arithmetic if they
+    cannot work, as `prepare` and `wrap` do.
+    """
+    return plan_training(facts_of(work, budgets.offloads_activations), budgets)
+
+
+def facts_of(work: Workload, offloads_activations: bool) -> TrainingFacts:
+    """Gather the facts that the plan depends on. What the engine measures on a device while it runs
+    is known here.
+    """
+    others = work.logits_bytes + (0 if offloads_activations else work.activation_bytes)
+    return _facts(work.params, work.units, work.device, others)
+
+
+@lru_cache(maxsize=8)  # one model is planned within many budgets
+def _facts(
+    params: tuple[ParamFact, ...], units: tuple[UnitFact, ...], device: str, others_bytes: int
+) -> TrainingFacts:
+    specs = tuple(map(_spec, params))
+    if not units:
+        return TrainingFacts(specs)
+    sizes = UnitSizes(
+        tuple(unit.nbytes for unit in units),
+        tuple(unit.needs for unit in units),
+        frozenset(n for n, unit in enumerate(units) if unit.is_kept),
+        frozenset(n for n, unit in enumerate(units) if unit.is_weight_block),
+    )
+    largest = max((param.grad_bytes for param in params), default=0)
+    staging = STAGING_PLACES * round_up(min(largest, STAGING_MOST_BYTES), PAGE)
+    return TrainingFacts(
+        specs,
+        is_prepared=True,
+        units=sizes,
+        gradients=tuple(
+            round_up(params[n].grad_bytes, _ALIGN_BYTES) for n in in_order_of_units(specs)
+        ),
+        staging_bytes=staging if device != "cpu" else 0,
+        others_bytes=others_bytes,
+    )
+
+
+def _spec(fact: ParamFact) -> ParamSpec:
+    there = fact.element_bytes if fact.is_on_device and fact.unit is None else 0
+    return ParamSpec(fact.name, fact.numel, fact.fields, there, fact.unit)
+
+
 def simulate(
     work: Workload,
     budgets: Budgets,
@@ -107,41 +166,27 @@ def simulate_plan(
     work: Workload, plan: TrainingPlan, machine: Profile, tuning: Tuning, iterations: int
 ) -> Outcome:
     """Simulate training as `simulate` does, by a plan that is made already."""
-    training = Training(work, plan, make_world(work, machine, tuning, plan))
+    training = Training(work, plan, machine, tuning)
     spent = [training.iterate() for _ in range(iterations)]
-    mean = _mean_of(spent[_LEARNING:] or spent[-1:])
+    last = spent[_LEARNING:] or spent[-1:]
+    names = dict.fromkeys(name for one in last for name in one)
+    mean = {name: sum(one.get(name, 0.0) for one in last) / len(last) for name in names}
+    mean[AHEAD] = spent[-1][AHEAD]
     return _outcome(mean, plan, work.device != "cpu")
 
 
-def _mean_of(spent: Sequence[VirtualIterationCosts]) -> VirtualIterationCosts:
-    """Return the mean of some iterations, with the depth of the last."""
-
-    def mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        names = dict.fromkeys(name for one in each for name in one)
-        return {name: sum(one.get(name, 0.0) for one in each) / len(each) for name in names}
-
-    return VirtualIterationCosts(
-        sum(one.seconds for one in spent) / len(spent),
-        mean([one.model for one in spent]),
-        mean([one.step for one in spent]),
-        mean([one.counts for one in spent]),
-        mean([one.busy for one in spent]),
-        spent[-1].depth,
-    )
-
-
-def _outcome(mean: VirtualIterationCosts, plan: TrainingPlan, on_device: bool) -> Outcome:
-    update_s = mean.step.get(UPDATE, 0.0)
-    compute_s = mean.busy[DEVICE] if on_device else mean.model.get(COMPUTE, 0.0)
-    else_s = sum(mean.model.get(cause, 0.0) + mean.step.get(cause, 0.0) for cause in _ELSE)
+def _outcome(mean: Mapping[str, float], plan: TrainingPlan, on_device: bool) -> Outcome:
+    update_s = mean.get(f"{STEP}{UPDATE}", 0.0)
+    compute_s = mean[DEVICE] if on_device else mean.get(f"{MODEL}{COMPUTE}", 0.0)
+    each_s = (mean.get(f"{MODEL}{c}", 0.0) + mean.get(f"{STEP}{c}", 0.0) for c in _ELSE)
     stalls = _stalls(mean, compute_s if on_device else None)
-    limit, limit_s = _limit(mean, compute_s + update_s + else_s)
+    limit, limit_s = _limit(mean, compute_s + update_s + sum(each_s))
 
     def count(name: str) -> int:
-        return round(mean.counts.get(name, 0.0))
+        return round(mean.get(name, 0.0))
 
     return Outcome(
-        step_s=mean.seconds,
+        step_s=mean[WHOLE],
         compute_s=compute_s,
         update_s=update_s,
         stalls=stalls,
@@ -149,40 +194,41 @@ def _outcome(mean: VirtualIterationCosts, plan: TrainingPlan, on_device: bool) -
         written_bytes=count("disk_written_bytes"),
         to_device_bytes=count("host_to_device_bytes"),
         to_host_bytes=count("device_to_host_bytes"),
-        depth=mean.depth,
+        depth=count(AHEAD),
         limit=limit,
         limit_s=limit_s,
         host_bytes_taken=plan.host_bytes,
         disk_bytes=plan.disk_room_bytes,
         params_on_host_bytes=plan.params_on_host_bytes,
-        other_s=max(0.0, mean.seconds - compute_s - update_s - sum(stalls.values())),
+        other_s=max(0.0, mean[WHOLE] - compute_s - update_s - sum(stalls.values())),
         spilled_bytes=count("spilled_bytes"),
         hits=count("parameter_hits"),
         misses=count("parameter_misses"),
-        disk_busy_s=mean.busy.get(DISK, 0.0),
+        disk_busy_s=mean.get(DISK, 0.0),
     )
 
 
-def _stalls(mean: VirtualIterationCosts, device_s: float | None) -> dict[str, float]:
+def _stalls(mean: Mapping[str, float], device_s: float | None) -> dict[str, float]:
     """Return the seconds waited, by where and why. device_s: seconds that a device computes. It
     does so while the thread that trains waits or goes on, so outside of steps only the device's own
     waiting counts.
     """
-    work = {COMPUTE, UPDATE, *_ELSE}
-    found = {f"{STEP}{cause}": s for cause, s in mean.step.items() if cause not in work}
+    busy = {f"{where}{cause}" for where in (STEP, MODEL) for cause in (COMPUTE, UPDATE, *_ELSE)}
+    found = {name: s for name, s in mean.items() if name.startswith(STEP) and name not in busy}
+    model = {name: s for name, s in mean.items() if name.startswith(MODEL)}
     if device_s is None:
-        found |= {f"{MODEL}{cause}": s for cause, s in mean.model.items() if cause not in work}
+        found |= {name: s for name, s in model.items() if name not in busy}
     else:
         # When the step begins, the thread waits until the device has ended the passes.
-        passes_s = sum(s for cause, s in mean.model.items() if cause not in _ELSE)
+        passes_s = sum(s for name, s in model.items() if name.removeprefix(MODEL) not in _ELSE)
         passes_s += found.pop(f"{STEP}{COMPUTING}", 0.0)
         found[DEVICE_IDLE] = max(0.0, passes_s - device_s)
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
 
-def _limit(mean: VirtualIterationCosts, work_s: float) -> tuple[str, float]:
+def _limit(mean: Mapping[str, float], work_s: float) -> tuple[str, float]:
     """Return the resource that has the most to do, and how long that takes alone."""
     has_to_do = {"compute and update": work_s}
-    has_to_do |= {name: mean.busy.get(name, 0.0) for name in (DISK, UP, DOWN)}
+    has_to_do |= {name: mean.get(name, 0.0) for name in (DISK, UP, DOWN)}
     limit = max(has_to_do, key=lambda name: has_to_do[name])
     return limit, has_to_do[limit]

@@ -41,18 +41,16 @@ class Workload:
 
     units: none if the model is not prepared. uses: in order. between_s: seconds outside of uses and
     `step()`: loading, clipping, all of a model that is not prepared. activation_bytes: what
-    autograd keeps until backward. logits_bytes: beside them, at the largest moment. flops, tokens:
-    of the whole iteration. 0: not known.
+    autograd keeps until backward. logits_bytes: beside them, at the largest moment. tokens: of the
+    whole iteration. 0: not known.
     """
 
-    title: str
     units: tuple[UnitFact, ...]
     params: tuple[ParamFact, ...]
     uses: tuple[WorkloadUse, ...]
     between_s: float
     activation_bytes: int
     logits_bytes: int
-    flops: float
     tokens: int
     dtype: str
     device: str
@@ -87,21 +85,20 @@ class Workload:
         uses: tuple[WorkloadUse, ...] = ()
         device = about.device.partition(":")[0]
         if about.units and about.order:
-            events = run.events if device == "cpu" else _without_device_waits(run.events)
+            # On a device, waits for it are the time that it computes.
+            events = [e for e in run.events if device == "cpu" or not _is_device_wait(e)]
             uses, between_s = _usual(_iterations(events, compute_beside_disk), about.title)
             uses = uses if device == "cpu" else _by_size(uses, about.units)
         else:
             between_s = _between_steps(about.steps, about.title)
         small = bool(about.params) and all(param.element_bytes == 2 for param in about.params)
         return cls(
-            title=about.title,
             units=about.units,
             params=about.params,
             uses=uses,
             between_s=between_s,
             activation_bytes=_sent_away(about.steps),
             logits_bytes=0,
-            flops=0.0,
             tokens=0,
             dtype="bfloat16" if small else "float32",
             device=device,
@@ -161,7 +158,8 @@ def _iteration(
     seconds: float,
     beside_disk: float,
 ) -> _RecordedIteration:
-    begins = [e for e, last in _with_last(computing) if _is_new(e, last, waits)]
+    lasts = (None, *computing)
+    begins = [e for e, last in zip(computing, lasts, strict=False) if _is_new(e, last, waits)]
     ends_s = [event.begin_s for event in begins[1:]] + [computing[-1].end_s]
     uses, left_s = [], seconds
     for event, end_s in zip(begins, ends_s, strict=True):
@@ -174,9 +172,8 @@ def _iteration(
     return _RecordedIteration(tuple(uses), max(0.0, left_s))
 
 
-def _without_device_waits(events: Sequence[Event]) -> list[Event]:
-    """Drop the waits for a device: they are the time that it computes."""
-    return [e for e in events if e.row != WAITING or not e.name.startswith(_DEVICE_WAIT)]
+def _is_device_wait(event: Event) -> bool:
+    return event.row == WAITING and event.name.startswith(_DEVICE_WAIT)
 
 
 def _by_size(uses: Sequence[WorkloadUse], units: Sequence[UnitFact]) -> tuple[WorkloadUse, ...]:
@@ -187,10 +184,6 @@ def _by_size(uses: Sequence[WorkloadUse], units: Sequence[UnitFact]) -> tuple[Wo
     weights = [n * (2 if use.phase == BACKWARD else 1) for n, use in zip(sizes, uses, strict=True)]
     each_s = sum(use.compute_s for use in uses) / sum(weights)
     return tuple(replace(u, compute_s=w * each_s) for u, w in zip(uses, weights, strict=True))
-
-
-def _with_last(events: Sequence[Event]) -> Iterable[tuple[Event, Event | None]]:
-    return zip(events, [None, *events], strict=False)
 
 
 def _is_new(event: Event, last: Event | None, waits: Sequence[Event]) -> bool:

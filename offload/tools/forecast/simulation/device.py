@@ -8,7 +8,6 @@ it waits until the device has ended the work that used it before.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -43,15 +42,15 @@ class VirtualCopyTicket:
             self._clock.wait_until(self.end_s)
 
 
-@dataclass(frozen=True)
-class CopyRates:
-    """The rates of copies to the device and back, bytes a second."""
+class VirtualDevice:
+    """A device in virtual time: its memory, and copies as fast as a machine's. A residency uses it
+    as its transfer. name: for messages. waiting_bytes: if downloads of more bytes are in flight,
+    the next computation waits for the oldest of them.
+    """
 
-    up: float
-    down: float
-
-    @classmethod
-    def of(cls, machine: Profile) -> CopyRates:
+    def __init__(
+        self, clock: Clock, machine: Profile, metrics: Metrics, name: str, waiting_bytes: int = 0
+    ) -> None:
         up, down = machine.to_device_bytes_per_s, machine.to_host_bytes_per_s
         if not up or not down:
             raise ConfigError(
@@ -59,21 +58,12 @@ class CopyRates:
                 "for a model that runs on a device; `offload bench` measures them where there is "
                 "one"
             )
-        return cls(up, down)
-
-
-class VirtualDevice:
-    """A device in virtual time. waiting_bytes: if downloads of more bytes are in flight, the next
-    computation waits for the oldest of them.
-    """
-
-    def __init__(
-        self, clock: Clock, rates: CopyRates, metrics: Metrics, waiting_bytes: int = 0
-    ) -> None:
         self.clock = clock
+        self.device = _called(name)
+        self.memory = VirtualDeviceMemory()
         self.busy_s = self.up_s = self.down_s = 0.0  # of computing, of copies
         self.computed_until_s = 0.0
-        self._rates, self._metrics = rates, metrics
+        self._up_bytes_per_s, self._down_bytes_per_s, self._metrics = up, down, metrics
         self._waiting_bytes = waiting_bytes
         self._up_until_s = self._down_until_s = 0.0
         self._next_s = 0.0  # what the next computation waits for
@@ -94,7 +84,7 @@ class VirtualDevice:
     def upload(self, nbytes: int) -> VirtualCopyTicket:
         """Submit a copy to the device, after those before it."""
         self._metrics.count("host_to_device_bytes", nbytes)
-        seconds = nbytes / self._rates.up
+        seconds = nbytes / self._up_bytes_per_s
         self.up_s += seconds
         self._up_until_s = max(self.clock.now_s, self._up_until_s) + seconds
         return VirtualCopyTicket(self.clock, self._up_until_s)
@@ -108,7 +98,7 @@ class VirtualDevice:
     def download(self, nbytes: int) -> VirtualCopyTicket:
         """Submit a copy to the host of what is computed now."""
         self._metrics.count("device_to_host_bytes", nbytes)
-        seconds = nbytes / self._rates.down
+        seconds = nbytes / self._down_bytes_per_s
         self.down_s += seconds
         begin_s = max(self.clock.now_s, self._down_until_s, self.computed_until_s)
         self._down_until_s = begin_s + seconds
@@ -125,62 +115,44 @@ class VirtualDevice:
         with self.clock.cause(DEVICE_COPY):
             self.clock.wait_until(self._down_until_s)
 
-
-class VirtualTransfer:
-    """The transfer of a virtual device, as a residency uses it: memory, and copies to it. name: the
-    device's, for messages.
-    """
-
-    def __init__(self, device: VirtualDevice, name: str) -> None:
-        self._device = device
-        self.device = _called(name)
-        self.memory = VirtualDeviceMemory()
-
     def poll(self) -> None:
         """Do nothing: tickets end by themselves here."""
 
     def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> VirtualBuffer:
-        return VirtualBuffer(self._device, self.memory, nbytes)
+        return VirtualBuffer(self, nbytes)
 
 
 class VirtualDeviceMemory:
-    """The memory of a virtual device: the bytes in use by blocks, and by activations and logits."""
+    """The memory of a virtual device: the bytes in use by blocks, and by activations and logits. It
+    is its own gauge, and reads them as a device's gauge reads the allocator.
+    """
 
     device = torch.device("meta", 0)
 
     def __init__(self) -> None:
         self.used_bytes = 0  # by blocks
         self.peak_bytes = self.ever_bytes = 0  # of both
-        self.others_bytes = 0  # by activations and logits
+        self.kept_bytes = 0  # by activations and logits
 
     def take(self, nbytes: int, by_others: bool = False) -> None:
         if by_others:
-            self.others_bytes += nbytes
+            self.kept_bytes += nbytes
         else:
             self.used_bytes += nbytes
         self.ever_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes + self.others_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + self.kept_bytes)
 
     def give_back(self, nbytes: int, by_others: bool = False) -> None:
         if by_others:
-            self.others_bytes = max(0, self.others_bytes - nbytes)
+            self.kept_bytes = max(0, self.kept_bytes - nbytes)
         else:
             self.used_bytes -= nbytes
 
-
-class VirtualGauge:
-    """A gauge that reads such memory as a device's gauge reads the allocator."""
-
-    def __init__(self, memory: VirtualDeviceMemory) -> None:
-        self._memory = memory
-
     def read(self) -> DeviceReading:
-        memory = self._memory
-        now = memory.used_bytes + memory.others_bytes
-        return DeviceReading(now, memory.peak_bytes, memory.ever_bytes)
+        return DeviceReading(self.used_bytes + self.kept_bytes, self.peak_bytes, self.ever_bytes)
 
     def others_bytes(self, reading: DeviceReading) -> int:
-        return max(0, reading.now - self._memory.used_bytes)
+        return max(0, reading.now - self.used_bytes)
 
 
 class VirtualBuffer:
@@ -188,12 +160,12 @@ class VirtualBuffer:
 
     views = 0  # that other code holds
 
-    def __init__(self, device: VirtualDevice, memory: VirtualDeviceMemory, nbytes: int) -> None:
+    def __init__(self, device: VirtualDevice, nbytes: int) -> None:
         self.address = next(_ADDRESSES)
-        self._device, self._memory = device, memory
+        self._device = device
         self._nbytes = on_device_bytes(nbytes)
         self._filled_s = 0.0
-        memory.take(self._nbytes)
+        device.memory.take(self._nbytes)
 
     def fill(self, host: Tensor) -> VirtualCopyTicket:
         moment = self._device.upload(host.nbytes)
@@ -206,7 +178,7 @@ class VirtualBuffer:
 
     def release(self) -> bool:
         self._device.hold_copies()
-        self._memory.give_back(self._nbytes)
+        self._device.memory.give_back(self._nbytes)
         return True
 
 

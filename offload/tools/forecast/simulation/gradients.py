@@ -10,12 +10,13 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
+from offload.core.metrics import Metrics
 from offload.optim.gradient_source import Gradient
 from offload.planning.layout import Chunk, Slice
 from offload.storage.engine import Priority
 from offload.tools.forecast.simulation.clock import Clock
-from offload.tools.forecast.simulation.memory import VirtualTicket
-from offload.tools.forecast.simulation.world import VirtualWorld
+from offload.tools.forecast.simulation.device import VirtualDevice
+from offload.tools.forecast.simulation.memory import VirtualStore, VirtualTicket
 from offload.tools.forecast.workload import BACKWARD, Workload
 
 COPY = "gradient copy"
@@ -25,7 +26,7 @@ class VirtualGradients:
     """The gradients of one model.
 
     spilled: numbers of the parameters whose gradients are spilled. slots: how many chunks'
-    gradients staging memory has room for.
+    gradients staging memory has room for. memory_bytes_per_s: None: copies in memory take no time.
     """
 
     def __init__(
@@ -33,13 +34,17 @@ class VirtualGradients:
         work: Workload,
         spilled: AbstractSet[int],
         slots: int,
-        world: VirtualWorld,
+        clock: Clock,
+        metrics: Metrics,
+        store: VirtualStore | None,
+        device: VirtualDevice | None,
+        memory_bytes_per_s: float | None,
     ) -> None:
         self._params, self._spilled, self._slots = work.params, spilled, slots
         self._taken: set[int] = set()  # numbers of chunks
-        self._clock, self._metrics = world.clock, world.metrics
-        self._store, self._device = world.store, world.device
-        self._memory_bytes_per_s = world.speeds.memory_bytes_per_s  # None: copies take no time
+        self._clock, self._metrics = clock, metrics
+        self._store, self._device = store, device
+        self._memory_bytes_per_s = memory_bytes_per_s
         self._bytes: Counter[int] = Counter()  # by unit
         self._spilled_bytes: Counter[int] = Counter()
         for number, param in enumerate(work.params):

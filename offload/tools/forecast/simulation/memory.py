@@ -20,8 +20,7 @@ from offload.planning.unit import Unit
 from offload.storage.contract import KnownSums
 from offload.storage.engine import Priority
 from offload.telemetry.run_file import UnitFact
-from offload.tools.forecast.simulation.clock import Clock
-from offload.tools.forecast.simulation.drives import DriveRequest
+from offload.tools.forecast.simulation.clock import Clock, DriveRequest
 
 
 @dataclass(frozen=True)
