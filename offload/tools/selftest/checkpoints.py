@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from offload.api import close, load, prepare, save, wrap
@@ -37,16 +37,11 @@ def _folders(setting: Setting) -> Iterator[tuple[Path, Path]]:
     """Provide directories for checkpoints and for swap files while the block runs, then remove
     them. Raises `CheckFailed` if the second one is not empty at the end.
     """
-    saves, swap = setting.directory / "saves", setting.directory / "swap"
-    for folder in (saves, swap):
-        folder.mkdir(mode=0o700)
-    try:
-        yield saves, swap
+    folder = setting.directory
+    with TemporaryDirectory(dir=folder) as saves, TemporaryDirectory(dir=folder) as swap:
+        yield Path(saves), Path(swap)
         left = os.listdir(swap)
         require(not left, "files in the directory for swapped bytes", got=left, expected="none")
-    finally:
-        for folder in (saves, swap):
-            shutil.rmtree(folder)
 
 
 @contextmanager
