@@ -23,8 +23,7 @@ from offload.distributed import Ranks, is_sharded, place_of, ranks_of
 from offload.optim import attach, is_wrapped
 from offload.optim.opening import draw_up, open_session
 from offload.params.hooks import watch_gradients, watch_passes
-from offload.params.prepare_consensus import connected_ranks, plan_by_consensus
-from offload.params.prepare_plan import PreparePlan
+from offload.params.prepare_plan import PreparePlan, connected_ranks, plan_by_consensus
 from offload.params.prepared import Prepared, prepared_of, refuse_prepared
 from offload.params.units import Choice
 from offload.planning.limits import host_bytes, limited, telling_of_the_budget

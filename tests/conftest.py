@@ -166,8 +166,7 @@ def use_own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     budget = Budget()
     for name in (
         "planning.limits",
-        "optim.session",
-        "optim.resources",
+        "optim.coordinator",
         "params.prepared",
         "telemetry.report_builder",
     ):

@@ -47,7 +47,6 @@ RAISED_BY = {
     "tools/cli/tune": ("prepare",),  # what it says to change in the program
     "tools/tune/": ("prepare",),
     "optim/sharded_coordinator": ("wrap",),
-    "optim/optimizer": ("wrap",),  # whose scaler is refused
     "optim/reducer": ("wrap",),
     "optim/grad_buffers": ("wrap",),
     "optim/opening": ("wrap",),

@@ -28,6 +28,7 @@ from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded
 from offload.optim.source import FieldSource
 from offload.params.prepared import Prepared
+from offload.planning.unit import Unit
 from offload.storage.safetensors_header import TensorSpec
 
 _EXTRA = "_extra_state"  # torch's name for the state that a module adds by itself
@@ -44,6 +45,7 @@ class ModelContents:
     def __init__(self, model: nn.Module, keeper: Prepared | None = None) -> None:
         self._model = model
         self._keeper = keeper
+        self._unit_of: Mapping[Tensor, Unit] = keeper.prepare_plan.unit_of if keeper else {}
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.additions: dict[str, Any] = {}
@@ -100,7 +102,7 @@ class ModelContents:
         """Return this rank's elements of a parameter that ranks of a prepared model share; None for
         any other tensor.
         """
-        own = self._keeper.own_of(tensor) if self._keeper is not None else None
+        own = self._keeper.prepare_plan.own_of(tensor) if self._keeper is not None else None
         if own is None:
             return None
         spec, size = spec_of(name, tensor), tensor.element_size()
@@ -114,7 +116,7 @@ class ModelContents:
         params: dict[str, str] = {}
         buffers: dict[str, str] = {}
         for name, tensor in self.tensors.items():
-            is_kept = self._keeper is not None and self._keeper.unit_of(tensor) is not None
+            is_kept = tensor in self._unit_of
             if not is_kept and not is_sharded(tensor):
                 found = params if isinstance(tensor, nn.Parameter) else buffers
                 found[name] = f"{sample(tensor):08x}"
@@ -146,8 +148,8 @@ class ModelContents:
         """
         units: dict[int | None, list[str]] = {}
         for name, tensor in self.tensors.items():
-            unit = self._keeper.unit_of(tensor) if self._keeper is not None else None
-            units.setdefault(unit, []).append(name)
+            unit = self._unit_of.get(tensor)
+            units.setdefault(unit.number if unit is not None else None, []).append(name)
         errors: list[Exception] = []
         for number, names in units.items():
             with self._noting(errors):

@@ -161,7 +161,7 @@ class OptimizerContents:
             if whole is not None:
                 sink.write(f"{self.names[number]}/{field}", first[number] + begin, whole)
 
-        return self.session.begin_saving(put)
+        return self.session.updater.begin_saving(put)
 
     def write_strided(self, rank_group: RankGroup, sink: Shards) -> None:
         """Write what the ranks must put together first. Blocks until all have called it."""

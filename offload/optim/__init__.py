@@ -1,11 +1,11 @@
 """Optimizers whose state lives in host memory and on disk.
 
 Read in this order: `recipe` (what a step does to a slice), `records` (of which parameters),
-`generic` and `choose` (for which optimizer), `tiers` (where chunks are), `pipeline` (how chunks
-pass through the update), `staging` and `grad_buffers` (how gradients get from a device to host
-memory), `updater` (one step), `session` (everything one wrapped optimizer holds), `optimizer` (what
-the user sees). Beside them: `opening` (what is refused), `incoming` and `plain` (state from and to
-torch), `exclusive_access` (one act at a time), `consistency` (what an error leaves behind).
+`choose` (for which optimizer), `tiers` (where chunks are), `pipeline` (how chunks pass through the
+update), `staging` and `grad_buffers` (how gradients get from a device to host memory), `updater`
+(one step), `coordinator` (alone, or with others), `session` (everything one wrapped optimizer
+holds), `optimizer` (what the user sees). Beside them: `opening` (what is refused), `source` and
+`export` (state in and out), `consistency` (one act at a time, and what an error leaves behind).
 """
 
 from __future__ import annotations

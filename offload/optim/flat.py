@@ -1,4 +1,4 @@
-"""Tensors as flat memory."""
+"""Tensors as flat memory, and the order in which their elements lie there."""
 
 from __future__ import annotations
 

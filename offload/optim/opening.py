@@ -16,17 +16,20 @@ import torch
 from offload.core.budget import HOST
 from offload.core.config import Config
 from offload.core.errors import ConfigError
+from offload.core.metrics import Metrics
 from offload.distributed import DeviceLink, Ranks, check_alike, each_by_consensus
 from offload.optim.agreement import remedy_at_start, start_facts
 from offload.optim.buckets import no_buckets, place_of, share_out, stage_of
 from offload.optim.choose import choose_recipe
-from offload.optim.incoming import states_of
+from offload.optim.coordinator import StepCoordinator, Watch
 from offload.optim.optimizer import is_wrapped
-from offload.optim.probe import measure
 from offload.optim.recipe import NativeRecipe, Record
 from offload.optim.records import OptimizerDraft, check_grad_buffers, facts_of, make_records
-from offload.optim.resources import Watch, WatchPasses
 from offload.optim.session import Session
+from offload.optim.sharded_coordinator import ShardedCoordinator
+from offload.optim.sharded_update import WatchPasses
+from offload.optim.source import states_of
+from offload.optim.traffic import measure
 from offload.planning.limits import (
     check_directories,
     host_bytes,
@@ -113,15 +116,12 @@ def open_session(
         place = ranks.place if ranks is not None else None
         draft = draw_up(optimizer, config, elementwise, measured, place)
         with limited(config, f"{type(optimizer).__name__}, wrapped"):
-            session = Session(
-                optimizer,
-                draft,
-                config,
-                watch,
-                ranks=ranks,
-                watch_passes=watch_passes,
-                link=link,
-            )
+            metrics = Metrics(strict=config.strict)
+            draft.chosen.begin(metrics)
+            coordinator = StepCoordinator(config, metrics, watch)
+            if ranks is not None:
+                coordinator = ShardedCoordinator(ranks, config, metrics, watch, watch_passes, link)
+            session = Session(optimizer, draft, config, coordinator)
             opened.append(session)
             session.updater.take_in(draft.states)
         return session
@@ -130,7 +130,9 @@ def open_session(
         if ranks is None:
             return open_here()
         link = _connect(optimizer, ranks)
-        return _open_together(lambda: open_here(link), ranks)
+        said = each_by_consensus(ranks, "wrap", lambda: _facts_of(open_here(link)))
+        check_alike("wrap", said, remedy_at_start)
+        return opened[0]
     except BaseException:
         for session in opened:
             session.close()
@@ -153,21 +155,15 @@ def _connect(optimizer: torch.optim.Optimizer, ranks: Ranks) -> DeviceLink | Non
     return None if device.type == "cpu" else ranks.link(device)
 
 
-def _open_together(open_here: Callable[[], Session], ranks: Ranks) -> Session:
-    opened: list[Session] = []
-
-    def act() -> dict[str, Any]:
-        opened.append(open_here())
-        config = opened[0].config
-        return {
-            "release_grads (the stage)": stage_of(config),
-            "max_grad_norm": config.max_grad_norm,
-            "host_memory": None if config.host_memory is None else int(config.host_memory),
-            **start_facts(opened[0].updater.records),
-        }
-
-    check_alike("wrap", each_by_consensus(ranks, "wrap", act), remedy_at_start)
-    return opened[0]
+def _facts_of(session: Session) -> dict[str, Any]:
+    """Return what must be the same on all ranks that share the state."""
+    config = session.config
+    return {
+        "release_grads (the stage)": stage_of(config),
+        "max_grad_norm": config.max_grad_norm,
+        "host_memory": None if config.host_memory is None else int(config.host_memory),
+        **start_facts(session.updater.records),
+    }
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 
-from offload.core.errors import ConfigError, StateError
+from offload.core.errors import OffloadError, StateError
 from offload.core.locks import steadfast, uninterrupted
 from offload.core.log import LOG
 from offload.core.modes import outside_inference_mode
@@ -57,18 +57,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if session_of(self).reduces:
-            self._refuse_scaler()
+        loss, session = None, session_of(self)
+        if session.coordinator.scaler_refusal is not None:
+            self._refuse_scaler(session.coordinator.scaler_refusal)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        session = session_of(self)
         with session.access.act("step"):
             outside_inference_mode(session.step)()
         return loss
 
-    def _refuse_scaler(self) -> None:
+    def _refuse_scaler(self, refusal: Callable[[], OffloadError]) -> None:
         """Refuse a step that a GradScaler has called: it sets `grad_scale` and `found_inf` on
         optimizers that unscale by themselves; see `attach`.
         """
@@ -76,11 +75,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for name in left:
             delattr(self, name)
         if left:
-            raise ConfigError(
-                "GradScaler: with release_grads=True among ranks it finds no gradients to unscale: "
-                "they are averaged and kept by the optimizer; train in bfloat16 without a scaler, "
-                "or use DistributedDataParallel and leave release_grads out"
-            )
+            raise refusal()
 
     # As torch does to `step` when an optimizer is made: hooks and profiler ranges around it.
     step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[assignment, arg-type]
@@ -90,7 +85,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Keep gradients with their parameters while the block runs. They are averaged over ranks
         once, with those of the next backward pass outside of the block. Does nothing without ranks.
         """
-        return session_of(self).no_sync()
+        return session_of(self).coordinator.no_sync()
 
     @uninterrupted
     @outside_inference_mode
@@ -99,7 +94,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         moved to host memory.
         """
         super().zero_grad(set_to_none)
-        session_of(self).zero_grad(set_to_none)
+        session_of(self).coordinator.zero_grad(set_to_none)
 
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +110,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 found = super().state_dict()
             finally:
                 self.state.clear()
-            session.note_handed_out()
+            made = f"state_dict() after {session.steps_done} steps"
+            session.consistency.last_checkpoint = made  # so that a later error can name it
             return found
 
     @outside_inference_mode
@@ -176,7 +172,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         with session.access.act("add_param_group"):
             try:
-                session.add(param_group, add)
+                session.coordinator.add(param_group, add, lambda: session.updater.records)
             except BaseException:
                 del self.param_groups[before:]
                 raise
@@ -193,8 +189,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if session is not None:
             with session.access.act("close"):
                 detach(session.optimizer)  # Lightning's view of it inherits this method
-            if session.host is not None:
-                session.host.ended()
+            if session.coordinator.owner is not None:
+                session.coordinator.owner.ended()
 
     def __enter__(self) -> OffloadOptimizer:
         return self
@@ -203,8 +199,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not isinstance(self, OffloadOptimizer):
             return
         session = session_of(self)
-        if kind is not None and session.ranks is not None:
-            session.ranks.close()  # the other ranks may not get here: do not wait for them
+        ranks = session.coordinator.ranks
+        if kind is not None and ranks is not None:
+            ranks.close()  # the other ranks may not get here: do not wait for them
         self.close()
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -242,7 +239,8 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     # With False a GradScaler unscales by itself and skips the step: our step reads no scale.
     session.supported_scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
     # With True, where it would find no gradients to unscale, it calls `step`, which refuses it.
-    optimizer._step_supports_amp_scaling = session.reduces  # type: ignore[attr-defined]
+    refuses = session.coordinator.scaler_refusal is not None
+    optimizer._step_supports_amp_scaling = refuses  # type: ignore[attr-defined]
     if vars(optimizer).get("close") is _nothing_to_close:
         del optimizer.close  # type: ignore[attr-defined]
     base: Any = type(optimizer)
@@ -260,8 +258,6 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
     try:
         with steadfast:
             session.end()
-            if session.ranks is not None:
-                session.ranks.close()
     finally:
         optimizer.state = getattr(held, "plain", held)  # user code may have set another `state`
         optimizer.state.update(held)

@@ -47,14 +47,14 @@ class _InFlightChunk:
 class Pipeline:
     """A pass over some chunks.
 
-    staging_buffers: None if no device takes part. doing: the metric that counts the time of the
-    work on chunks. only_looks: no act changes a chunk.
+    doing: the metric that counts the time of the work on chunks. only_looks: no act changes a
+    chunk.
     """
 
     def __init__(
         self,
         tiers: Tiers,
-        staging_buffers: StagingProvider | None,
+        staging_buffers: StagingProvider,
         metrics: Metrics,
         doing: str = "update",
         only_looks: bool = False,
@@ -75,8 +75,10 @@ class Pipeline:
         """
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
-        for chunk in self._in_order(chunks):
-            is_at_hand = self._tiers.is_resident(chunk) and not self._needs_staging(chunk)
+        chunks = sorted(chunks, key=lambda chunk: not self._tiers.is_unwritten(chunk))
+        unwritten = {piece.chunk.number for piece in self._tiers.unwritten}
+        for chunk in self._staging_buffers.in_order(chunks, unwritten):
+            is_at_hand = self._tiers.is_resident(chunk) and not self._staging_buffers.needs(chunk)
             (at_hand if is_at_hand else to_fetch).append(chunk)
         try:
             self._make_room(to_fetch)
@@ -94,14 +96,6 @@ class Pipeline:
         except BaseException:
             self._drain()
             raise
-
-    def _in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        chunks = sorted(chunks, key=lambda chunk: not self._tiers.is_unwritten(chunk))
-        if self._staging_buffers is None:
-            return chunks
-        return self._staging_buffers.in_order(
-            chunks, {p.chunk.number for p in self._tiers.unwritten}
-        )
 
     def _make_room(self, to_fetch: Sequence[Chunk]) -> None:
         """Begin to write unwritten chunks whose buffers other chunks need before their own turn,
@@ -132,9 +126,6 @@ class Pipeline:
         moving = sum(not flight.stays for flight in self._going)
         return self._reads_left > self._tiers.free_buffers + moving
 
-    def _needs_staging(self, chunk: Chunk) -> bool:
-        return self._staging_buffers is not None and self._staging_buffers.needs(chunk)
-
     def _fetch_ahead(self, to_fetch: deque[Chunk]) -> None:
         while self._going and self._going[0].done:
             self._settle_oldest()
@@ -146,7 +137,7 @@ class Pipeline:
             return False
         if self._tiers.is_unwritten(chunk) and any(f.piece.chunk is chunk for f in self._going):
             return False  # it is being written
-        if self._staging_buffers is None or not self._staging_buffers.needs(chunk):
+        if not self._staging_buffers.needs(chunk):
             return True
         # Wait for a staging buffer that is in flight elsewhere only when there is nothing to do.
         return self._staging_buffers.has_place(chunk, may_wait=not self._coming)
@@ -158,9 +149,8 @@ class Pipeline:
         else:
             self._reads_left -= self._tiers.needs_buffer(chunk)
             piece, ticket = self._tiers.read(chunk)
-        staging_buffer = None
-        if self._staging_buffers is not None and self._staging_buffers.needs(chunk):
-            staging_buffer = self._staging_buffers.take(chunk)
+        is_staged = self._staging_buffers.needs(chunk)
+        staging_buffer = self._staging_buffers.take(chunk) if is_staged else None
         return _InFlightChunk(piece, is_resident, staging_buffer, ticket)
 
     def _finish_one(self, act: Act) -> None:
@@ -177,7 +167,7 @@ class Pipeline:
         if must_go and self._tiers.is_unwritten(flight.piece.chunk):
             flight.disk = self._tiers.write(flight.piece)
             flight.stays = False
-        if flight.staging_buffer is not None and self._staging_buffers is not None:
+        if flight.staging_buffer is not None:
             back = self._staging_buffers.send_back if changed else self._staging_buffers.give_back
             back(flight.staging_buffer)
             flight.staging_buffer = None  # its provider looks after it from now on
@@ -237,5 +227,5 @@ class Pipeline:
         if flight.done:  # a copy that never ended may still write: keep its memory
             if not flight.stays:
                 self._tiers.give_back(flight.piece)
-            if flight.staging_buffer is not None and self._staging_buffers is not None:
+            if flight.staging_buffer is not None:
                 self._staging_buffers.give_back(flight.staging_buffer)

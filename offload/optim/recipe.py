@@ -1,13 +1,13 @@
 """Recipes: what an optimizer's step does to a slice of a parameter, and which state it needs.
 
-A recipe is made once for an optimizer. The native ones call the kernels; `generic.py` has the one
+A recipe is made once for an optimizer. The native ones call the kernels; `choose.py` has the one
 that runs the torch class itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.core.errors import ConfigError
+from offload.core.errors import ConfigError, StateError
 from offload.distributed import local_of, placing_of
-from offload.kernels import rules
+from offload.kernels import reference, rules
+from offload.optim.flat import is_same_order
 from offload.planning.layout import MASTER
 from offload.storage.contract import KnownSums
 
 Group = dict[str, Any]  # a param_group of torch's
+_SAMPLE_NUMEL = 4096  # of each slice that is checked: its end, where torch runs other code
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Record:
         None  # in a prepared model: it returns there at close; its gradient is in host memory
     )
     own: tuple[int, int] | None = None  # the elements whose state this rank owns; None: all
+    unit: int | None = None  # the number of the prepared model's unit that owns the parameter
 
     def __post_init__(self) -> None:
         self.note_param()
@@ -65,6 +68,30 @@ class Record:
         local = self.local
         now = local.dtype, local.device, local.stride()
         return now != (self.dtype, self.device, self.stride)
+
+    def check_unchanged(self) -> None:
+        """Refuse the parameter if its state does not fit it any more, since it has another shape,
+        placing or, where ranks share its state, order of memory.
+        """
+        local, placing = self.local, placing_of(self.param)
+        if local.shape != self.shape:
+            raise ConfigError(
+                f"{self.name}: expected the shape {tuple(self.shape)} that it had when it "
+                f"was wrapped, got {tuple(local.shape)}; its state does not fit any more"
+            )
+        if placing != self.placing:
+            raise ConfigError(
+                f"{self.name}: expected {self.placing or 'an ordinary tensor'} as when it "
+                f"was wrapped, got {placing or 'an ordinary tensor'}; its state does not fit "
+                "any more"
+            )
+        if self.own is not None and not is_same_order(self.shape, local.stride(), self.stride):
+            raise ConfigError(
+                f"{self.name}: expected the order of memory that it had when it was wrapped "
+                f"(strides {self.stride}), got strides {local.stride()}; each rank has a "
+                "part of its state by that order: change it back. For another order, close() "
+                "the optimizer on all ranks before, and wrap or prepare again after"
+            )
 
     @property
     def device_bytes(self) -> int:
@@ -92,10 +119,6 @@ class SliceUpdate:
     sums: Mapping[str, KnownSums]  # receive the checksums of master and states; may be empty
 
 
-# A context around the update of a slice by a kernel: gets its rule, and the scale with its sign.
-Watch = Callable[[SliceUpdate, rules.Rule, float], AbstractContextManager[None]]
-
-
 class Recipe(Protocol):
     """The step of one optimizer, applied slice by slice."""
 
@@ -104,17 +127,20 @@ class Recipe(Protocol):
         else may have.
         """
 
-    def end_step(self, record: Record) -> None:
-        """Note that all slices of the parameter have been updated."""
+    def end_step(self, records: Sequence[Record]) -> None:
+        """Note that all slices of these parameters have been updated."""
+        return None
 
     def fields(self, group: Group) -> tuple[str, ...]:
         """Return the names of the elementwise state that the group's parameters need."""
 
     def initial(self, record: Record, field: str) -> float:
         """Return the first value of a field of a parameter that has no state yet."""
+        return 0.0
 
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if `take_scalars` could not take this state."""
+        return None
 
     def update(self, work: SliceUpdate) -> None:
         """Apply one step to a slice; `work.record.step` counts this step already."""
@@ -126,41 +152,34 @@ class Recipe(Protocol):
         """Set step and scalars of the record from a parameter's state in a `state_dict`."""
 
 
-class NativeRecipe:
-    """A recipe that calls the kernels. It makes a rule once a step per group and step count."""
+class NativeRecipe(Recipe):
+    """A recipe that calls the kernels. It makes a rule once a step per group and step count.
+    is_checked: plain torch repeats part of every slice's update, and the bits must be the same.
+    """
 
     counts_steps: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.watch: Watch = lambda work, rule, scale: nullcontext()
+        self.is_checked = False
         self._rules: dict[tuple[int, float], rules.Rule] = {}
 
     def begin_step(self, records: Sequence[Record]) -> None:
         self._rules.clear()
         for record in records:
-            self._rule_of(record)
-
-    def _rule_of(self, record: Record) -> rules.Rule:
-        key = id(record.group), record.step
-        if key not in self._rules:
-            self._rules[key] = self.rule(record)
-        return self._rules[key]
-
-    def end_step(self, record: Record) -> None:
-        return None
-
-    def initial(self, record: Record, field: str) -> float:
-        return 0.0
+            key = id(record.group), record.step
+            if key not in self._rules:
+                self._rules[key] = self.rule(record)
 
     def rule(self, record: Record) -> rules.Rule:
         raise NotImplementedError
 
     def update(self, work: SliceUpdate) -> None:
         record = work.record
-        rule = self._rule_of(record)
+        rule = self._rules[id(record.group), record.step]
         maximize = bool(record.group.get("maximize", False))
         sums = [work.sums.get(name) for name in (MASTER, *rule.states)] if work.sums else ()
-        with self.watch(work, rule, -work.scale if maximize else work.scale):
+        scale = -work.scale if maximize else work.scale
+        with _checked(work, rule, scale) if self.is_checked else nullcontext():
             kernels.update(
                 rule,
                 work.master,
@@ -266,3 +285,38 @@ class LionRecipe(NativeRecipe):
         return rules.LionRule.at(
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"]
         )
+
+
+@contextmanager
+def _checked(work: SliceUpdate, rule: rules.Rule, scale: float) -> Iterator[None]:
+    """Repeat the end of a slice's update, which the block does, in plain torch: a check for a new
+    machine, a new compiler, or a doubt. Raises `StateError` where the bits differ.
+    """
+    count = work.master.numel()
+    last = slice(max(0, count - _SAMPLE_NUMEL), count)
+    names = {"parameter": work.master, **work.states}
+    if work.out is not None:
+        names["16-bit parameter"] = work.out
+    again = {name: tensor[last].clone() for name, tensor in names.items()}
+    grad = work.grad[last].clone()
+    yield
+    states = [again[name] for name in rule.states]
+    state0, state1, *_ = [*states, None, None]
+    tail = work.record.local.numel() // kernels.TORCH_WIDTH * kernels.TORCH_WIDTH
+    tensors = again["parameter"], grad, state0, state1, again.get("16-bit parameter")
+    tail_begin = min(max(tail - work.begin - last.start, 0), grad.numel())
+    buffers = reference.Buffers.of(tensors, scale, tail_begin, adopt=work.out is not None)
+    getattr(reference, rule.kernel)(buffers, rule)
+    for name, tensor in names.items():
+        if not _same(tensor[last], again[name]):
+            raise StateError(
+                f"self_check: {name} of {work.record.name}: the {kernels.isa()} kernel and plain "
+                "torch come to different bits; force another instruction set with OFFLOAD_ISA, "
+                "and report it with the output of `offload doctor`"
+            )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    word = torch.int32 if one.element_size() == 4 else torch.int16
+    equal = (one.view(word) == other.view(word)) | (one.isnan() & other.isnan())
+    return bool(equal.all())

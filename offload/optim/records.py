@@ -4,7 +4,7 @@ which the update cannot handle, and what the plan of all needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,13 +87,9 @@ def facts_of(
     config: Config,
     share: RankShare | None = None,
     speeds: Speeds = UNKNOWN,
-    unit_of: Callable[[Tensor], int | None] | None = None,
 ) -> TrainingFacts:
-    """Gather the facts that the plan of these records depends on. share: what ranks share. unit_of:
-    returns the number of the prepared model's unit that owns a parameter.
-    """
-    specs = tuple(spec_of(r, unit_of(r.param) if unit_of is not None else None) for r in records)
-    return TrainingFacts(specs, bool(config.release_grads), share, speeds)
+    """Gather the facts that the plan of these records depends on. share: what ranks share."""
+    return TrainingFacts(tuple(map(spec_of, records)), bool(config.release_grads), share, speeds)
 
 
 def check_grad_buffers(config: Config, plan: Plan) -> None:
@@ -107,11 +103,11 @@ def check_grad_buffers(config: Config, plan: Plan) -> None:
         )
 
 
-def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
-    """Describe a parameter to the planner; raise `ConfigError` where the update cannot handle it.
-    unit: the number of the prepared model's unit that owns it.
+def spec_of(record: Record) -> ParamSpec:
+    """Return what the layout needs to know of a parameter; refuse one that the update cannot
+    handle.
     """
-    check_param(record.name, record.local, may_be_meta=unit is not None)
+    check_param(record.name, record.local, may_be_meta=record.unit is not None)
     if record.placing is not None and record.placing.is_partial:
         raise ConfigError(
             f"{record.name}: expected a parameter of which each rank has its own elements, got "
@@ -120,11 +116,11 @@ def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
     if record.is_frozen:
         return ParamSpec(record.name, record.local.numel(), ())  # the update never touches it
     fields = ((MASTER,) if record.is_half else ()) + record.fields
-    device_bytes = record.device_bytes if unit is None else 0  # a prepared model fetches it
+    device_bytes = record.device_bytes if record.unit is None else 0  # a prepared model fetches it
     # Foreach operations, which clipping uses, do not advance the version counter of a DTensor.
     late = record.placing is not None
     numel = record.local.numel()
-    return ParamSpec(record.name, numel, fields, device_bytes, unit, record.own, late)
+    return ParamSpec(record.name, numel, fields, device_bytes, record.unit, record.own, late)
 
 
 def check_param(name: str, param: Tensor, may_be_meta: bool = False) -> None:

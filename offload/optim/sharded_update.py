@@ -11,7 +11,7 @@ refusal on one rank is a refusal on all.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from offload.optim.exchange import BucketBuffer, DeviceExchange, Exchange, Gathe
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
-from offload.optim.resources import WatchPasses
 from offload.optim.source import FieldPart
+from offload.optim.tiers import leased
 from offload.planning.state_plan import RankShare
 
 _COMPARED_STEPS = 2  # in which all parameters and gradients are compared; later a sample of them
@@ -38,6 +38,10 @@ _REDUCE = (
     "average gradients over the ranks before step(), as DistributedDataParallel does, or have it "
     "done by wrap(..., release_grads=True), without DistributedDataParallel"
 )
+
+# Registers a function to be called with the number of each parameter whose gradient has arrived,
+# and a second one for the end of a backward pass with such gradients; returns the hook handles.
+WatchPasses = Callable[[Mapping[int, Tensor], Callable[[int], None], Callable[[], None]], list[Any]]
 
 
 class ShardedUpdate:
@@ -53,13 +57,13 @@ class ShardedUpdate:
         records: Sequence[Record],
         pool: Pool | None,
         metrics: Metrics,
-        watch: WatchPasses | None,
+        watch: WatchPasses,
         network: DeviceNetwork | None = None,
     ) -> None:
         self.ranks, self.buckets, self.share = ranks, buckets, share
         self._records, self._metrics = records, metrics
         memory = [
-            _lease(pool, share.buffer_bytes, "a network buffer") for _ in range(share.buffers)
+            leased(pool, share.buffer_bytes, "a network buffer") for _ in range(share.buffers)
         ]
         self._is_in_host = network is None
         if network is None:
@@ -68,8 +72,8 @@ class ShardedUpdate:
             self.exchange = DeviceExchange(network, buckets, memory, metrics)
         self.reducer: Reducer | None = None  # None: gradients are averaged elsewhere
         self._hooks: list[Any] = []
-        if share.grad_bytes and watch is not None:
-            memory_of_grads = _lease(pool, share.grad_bytes, "gradients of our own")
+        if share.grad_bytes:
+            memory_of_grads = leased(pool, share.grad_bytes, "gradients of our own")
             self.reducer = Reducer(self.exchange, records, memory_of_grads)
             params = {number: records[number].param for number in buckets.numbers}
             self._hooks = watch(params, self.reducer.arrived, self.reducer.ended)
@@ -244,11 +248,3 @@ class BucketGatherer:
         what = f"{field} of the state"
         Gathering(self._exchange, [bucket], lambda _: torch.float32, wholes.get, what).finish()
         return wholes
-
-
-def _lease(pool: Pool | None, nbytes: int, what: str) -> Tensor:
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    assert pool is not None, "a plan that holds memory has a pool"
-    with pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
-        return lease.tensor()

@@ -1,16 +1,21 @@
-"""Sources of state fields, such as tensors in a file, that are read slice by slice."""
+"""State that comes in, from a `state_dict`, a file, or another plan: whether it fits here, and
+sources of its fields, such as tensors in a file, that are read slice by slice.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from offload.core.errors import ConfigError
+from offload.distributed import local_of, part_of, placing_of
 from offload.optim.flat import flat, in_order_of, is_row_major, is_same_order
-from offload.optim.recipe import Record
-from offload.planning.layout import Slice
+from offload.optim.recipe import Recipe, Record
+from offload.planning.layout import MASTER, Slice
 
 _PIECE_NUMEL = 1 << 20
 
@@ -136,3 +141,108 @@ def read_kept(
         kept.part.read_into(part.begin, target)
     else:
         target.copy_(wholes.of(kept, record)[part.begin : part.end])
+
+
+# --- whether state fits ---------------------------------------------------------------------------
+
+
+def states_of(
+    optimizer: torch.optim.Optimizer, records: Sequence[Record], recipe: Recipe
+) -> dict[int, dict[str, Any]]:
+    """Return the state that a plain optimizer has already, by record number; raise where it does
+    not fit.
+    """
+    numbers = {record.param: record.number for record in records}
+    states = {numbers[p]: state for p, state in optimizer.state.items() if p in numbers}
+    _check_states(records, recipe, states)
+    return states
+
+
+def fitting(
+    state_dict: Mapping[str, Any], records: Sequence[Record], recipe: Recipe
+) -> dict[int, Mapping[str, Any]]:
+    """Return the states of a `state_dict` by the numbers of these parameters; raise where they do
+    not fit.
+    """
+    groups = state_dict["param_groups"]
+    saved = [number for group in groups for number in group["params"]]
+    numbers = {number: index for index, number in enumerate(saved)}
+    states = {numbers[key]: state for key, state in state_dict["state"].items() if key in numbers}
+    if len(saved) == len(records):  # otherwise torch reports the mismatch
+        _check_groups(records, recipe, groups)
+        _check_states(records, recipe, states)
+    return states
+
+
+def _check_states(
+    records: Sequence[Record], recipe: Recipe, states: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Raise `ConfigError` if a state does not fit its parameter. states: by the parameter's number.
+    Changes nothing.
+    """
+    for number, state in states.items():
+        record = records[number]
+        if not is_there(record, state):
+            continue
+        for field in (*record.fields, *([MASTER] if MASTER in state else [])):
+            value = state.get(field)
+            if isinstance(value, Tensor):
+                value = own_part(record, value, field)
+            if not isinstance(value, Tensor | FieldSource) or not _is_plain(value, record.shape):
+                got = tuple(value.shape) if isinstance(value, Tensor | FieldSource) else value
+                raise ConfigError(
+                    f"state of {record.name}: expected {field} of shape "
+                    f"{tuple(record.param.shape)}, got {got}"
+                )
+        recipe.check_scalars(record, state)
+
+
+def own_part(record: Record, value: Tensor, field: str = "a field") -> Tensor:
+    """Return this rank's part of `value`: a DTensor placed as the parameter is, or an ordinary
+    tensor. Shares its memory. Raises `ConfigError` if the part cannot be determined.
+    """
+    placing = placing_of(value)
+    if placing == record.placing:
+        return local_of(value)
+    if placing is None:
+        part = part_of(record.param, value)
+        if part is not None:
+            return part
+    raise ConfigError(
+        f"state of {record.name}: expected {field} that is {record.placing or 'an ordinary tensor'}"
+        f", got {placing or f'an ordinary tensor of shape {tuple(value.shape)}'}; load a "
+        "distributed checkpoint into what get_optimizer_state_dict(model, optimizer) gives, which "
+        "cuts it anew"
+        + ("" if placing is None else ", or redistribute() it, or take its full_tensor()")
+    )
+
+
+def _check_groups(
+    records: Sequence[Record], recipe: Recipe, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse groups from a `state_dict` that need other state fields than the plan has room for."""
+    each = [group for group in groups for _ in group["params"]]
+    for record, group in zip(records, each, strict=True):
+        fields = recipe.fields(dict(group))
+        if fields != record.fields:
+            raise ConfigError(
+                f"{record.name}: its group in the state_dict needs the state "
+                f"{fields or 'nothing'}, the plan was made for {record.fields or 'nothing'}; "
+                "close(), load into the plain optimizer, and wrap or prepare again"
+            )
+
+
+def is_there(record: Record, state: Mapping[str, Any]) -> bool:
+    """Return whether there is a state. SGD keeps a momentum_buffer of None if it has none. Master
+    weights alone, saved while the momentum was 0, are no state if the recipe has fields.
+    """
+    names = {name for name, value in state.items() if value is not None}
+    return bool(names - {MASTER} if record.fields else names)
+
+
+def _is_plain(value: Tensor | FieldSource, shape: torch.Size) -> bool:
+    """Return whether `value` has floating-point numbers of that shape, which can be copied."""
+    if isinstance(value, FieldSource):
+        return value.dtype.is_floating_point and tuple(value.shape) == tuple(shape)
+    dense = value.layout == torch.strided and not value.is_meta
+    return dense and value.is_floating_point() and value.shape == shape

@@ -128,8 +128,6 @@ class StagingProvider(Protocol):
     def break_off(self) -> None:
         """Release what was taken for the step, which has failed."""
 
-    def close(self) -> None: ...
-
 
 class DeviceStaging:
     """The staging buffers of one optimizer, and the transfers to its devices."""
@@ -207,7 +205,7 @@ class DeviceStaging:
         spans = staging_spans(chunk, widths, self._has_no_grads)
         for part, (begin, middle, end) in spans.items():
             if self._is_moved(part):
-                param = self._param(part)
+                param = self.values(part)
                 here = self._download(
                     staging_buffer, part, param, staging_buffer.memory[begin:middle]
                 )
@@ -244,28 +242,24 @@ class DeviceStaging:
         ended.
         """
         for part, (host, _) in staging_buffer.slices.items():
-            param = self._param(part)
+            param = self.values(part)
             transfer, mark = self._transfers[param.device], self._marks[param.device]
             name = self._records[part.param].name
             staging_buffer.tickets.append(transfer.write(host, param, mark, name))
         self._away.append(staging_buffer)
 
     def values(self, part: Slice) -> Tensor:
-        return self._param(part)
+        return flat(self._records[part.param].local)[part.begin : part.end]
 
     def give_back(self, staging_buffer: StagingBuffer) -> None:
         staging_buffer.slices, staging_buffer.tickets = {}, []
         self._free.append(staging_buffer)
 
     def break_off(self) -> None:
-        """Do nothing: staging buffers free themselves."""
+        self._grads, self._grad_buffers = {}, {}  # staging buffers free themselves
 
-    def _param(self, part: Slice) -> Tensor:
-        return flat(self._records[part.param].local)[part.begin : part.end]
 
-    def close(self) -> None:
-        for transfer in self._transfers.values():
-            transfer.close()
+NO_STAGING = DeviceStaging((), (), {}, False)  # of a pass that needs no parameters or gradients
 
 
 class StagedSums:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.core.errors import StateError
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.kernels import SUM_BYTES
@@ -46,7 +45,7 @@ class HostChunk:
         """Return the elements of each field that belong to a slice of the chunk."""
         found = {}
         for field in self.chunk.fields:
-            begin = self.chunk.begin_of(field) + part.offset
+            begin = self.chunk.begins[field] + part.offset
             found[field] = self.memory[begin : begin + part.end - part.begin]
         return found
 
@@ -59,7 +58,7 @@ class HostChunk:
         if self.sums is None or not count:
             return found
         for field in self.chunk.fields:
-            begin = (self.chunk.begin_of(field) + part.offset) * ELEMENT_BYTES
+            begin = (self.chunk.begins[field] + part.offset) * ELEMENT_BYTES
             if begin % SUM_BYTES == 0:
                 found[field] = self.sums[begin // SUM_BYTES :][:count]
         return found
@@ -89,13 +88,15 @@ class Tiers:
 
     def __init__(self, plan: Plan, pool: Pool | None, store: DiskStore | None) -> None:
         self.plan = plan
-        self._store = store
+        self._store: DiskStore = store  # type: ignore[assignment]  # None: no chunk is on disk
         self._resident = {
-            chunk.number: _memory(pool, chunk.nbytes, chunk.name).zero_()
+            chunk.number: leased(pool, chunk.nbytes, chunk.name, torch.float32).zero_()
             for chunk in plan.chunks
             if chunk.number in plan.resident
         }
-        self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
+        self._free = [
+            leased(pool, plan.buffer_bytes, "a buffer", torch.float32) for _ in range(plan.buffers)
+        ]
         self._written: set[int] = set()  # disk chunks that have bytes on disk
         self._unwritten: dict[int, HostChunk] = {}  # dirty: newest bytes in a buffer only
         self.watcher: ChunkWatcher | None = None
@@ -135,7 +136,7 @@ class Tiers:
         piece = HostChunk(chunk, whole[: chunk.nbytes // whole.element_size()], whole, sums)
         try:
             if chunk.number in self._written:
-                return piece, self._disk().read(_key(chunk), piece.memory, priority)
+                return piece, self._store.read(_key(chunk), piece.memory, priority)
             piece.memory.zero_()
             return piece, Ticket.of(None, f"zeros for {chunk.name}")
         except BaseException:
@@ -146,7 +147,7 @@ class Tiers:
         """Start a read of the bytes that a chunk has on disk now into the caller's memory. Any
         thread may call it.
         """
-        return self._disk().read(_key(chunk), memory, Priority.PREFETCH)
+        return self._store.read(_key(chunk), memory, Priority.PREFETCH)
 
     def before_change(self, piece: HostChunk) -> None:
         """Announce that the caller is about to change a chunk."""
@@ -170,7 +171,7 @@ class Tiers:
         """Start to write back a disk chunk; its buffer must not change before the ticket is done. A
         chunk that is not given back after that, because the write failed, say, stays in its buffer.
         """
-        ticket = self._disk().write(_key(piece.chunk), piece.memory, sums=piece.sums)
+        ticket = self._store.write(_key(piece.chunk), piece.memory, sums=piece.sums)
         self._written.add(piece.chunk.number)
         return ticket
 
@@ -189,18 +190,14 @@ class Tiers:
         self._unwritten.pop(piece.chunk.number, None)
         self._free.append(piece.whole)
 
-    def _disk(self) -> DiskStore:
-        if self._store is None:
-            raise StateError("optimizer state: the plan has chunks on disk, but no store is open")
-        return self._store
 
-
-def _memory(pool: Pool | None, nbytes: int, what: str) -> Tensor:
+def leased(pool: Pool | None, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Lease memory for as long as the tensor lives. pool: None if nothing is held."""
     if not nbytes:
-        return torch.empty(0, dtype=torch.float32, device="cpu")
+        return torch.empty(0, dtype=dtype, device="cpu")
     assert pool is not None, "a plan that holds memory has a pool"
-    with pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
-        return lease.tensor(torch.float32)
+    with pool.lease(nbytes, what=what) as lease:
+        return lease.tensor(dtype)
 
 
 def _key(chunk: Chunk) -> str:

@@ -4,6 +4,10 @@ It is for measurements: the store, its checksums, the sizes and the buffers are 
 without the update in between. `mix` is the step's own pipeline; `read` and `write` move in one
 direction only. The swap files are unnamed, and their space is free when this is closed. One thread
 at a time.
+
+`measure` is the short form that `wrap` makes on request: chunks pass through the pipeline without
+any work on them, then AdamW's kernel runs on memory of its own. Neither takes more memory or disk
+space than the plan would; both have released it when they return.
 """
 
 from __future__ import annotations
@@ -16,21 +20,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from offload import kernels
 from offload.core.budget import Budget
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.core.timeline import DISK_READS, DISK_WRITES, busy_s
+from offload.kernels import rules
 from offload.optim.pipeline import Pipeline
-from offload.optim.staging import StagingBuffer
+from offload.optim.staging import NO_STAGING, StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planning.layout import ELEMENT_BYTES, Chunk, ParamSpec, lay_out
-from offload.planning.state_plan import Plan
+from offload.planning.state_plan import Plan, Speeds
 from offload.storage.disk import DiskStore
 
 FIELDS = ("exp_avg", "exp_avg_sq")
 _SEED = 1
+DISK_BYTES = 192 << 20  # written, then read and written again
+TENSORS = 2 + len(FIELDS)  # in an update: parameter, gradient and states
+_CHUNK_BYTES = 8 << 20
+_UPDATE_NUMEL = 8 << 20  # 128 MiB: more than a cache holds
+_UPDATES = 5
+_ROUND_NUMEL = 1024  # a field's size is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,7 @@ class Traffic:
             self._pool.close()
             raise
         self._tiers = Tiers(plan, self._pool, self._store)
-        self._pipeline = Pipeline(self._tiers, None, self.metrics)
+        self._pipeline = Pipeline(self._tiers, NO_STAGING, self.metrics)
 
     def close(self) -> None:
         """Wait for what is in flight and release everything. Idempotent."""
@@ -130,55 +143,41 @@ class Traffic:
         """Write noise, because drives may write zeros faster than anything else."""
         generator = torch.Generator("cpu").manual_seed(_SEED)  # not torch's default generator
 
-        def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
-            if not keep_going():
-                raise _Enough
+        def fill(piece: HostChunk) -> bool:
             piece.memory.view(torch.int32).random_(generator=generator)
             self.chunks.append(piece.chunk)
             return True
 
         moving = [c for c in self.plan.chunks if c.number not in self.plan.resident]
-        return self._pass(moving, act)
+        return self._pass(moving, keep_going, fill)
 
     def mix(
         self, keep_going: Callable[[], bool] = always, chunks: Sequence[Chunk] | None = None
     ) -> StateTrafficFigures:
         """Read chunks (None: all), and write each when it has arrived, as a step does."""
-
-        def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
-            if not keep_going():
-                raise _Enough
-            return True
-
-        return self._pass(self.chunks if chunks is None else chunks, act)
-
-    def _pass(
-        self, chunks: Sequence[Chunk], act: Callable[[HostChunk, StagingBuffer | None], bool]
-    ) -> StateTrafficFigures:
-        begin_s = time.perf_counter()
-        with suppress(_Enough):  # the pipeline has waited for all that was in flight
-            self._pipeline.run(chunks, act)
-        return self._moved_since(begin_s)
+        return self._pass(self.chunks if chunks is None else chunks, keep_going, lambda _: True)
 
     def read(self, keep_going: Callable[[], bool] = always) -> StateTrafficFigures:
         """Read all chunks, without writes beside it."""
         self._settle()
-        coming: deque[tuple[HostChunk, Ticket[None]]] = deque()
+        return self._pass(self.chunks, keep_going, lambda _: False)
 
-        def land() -> None:
-            piece, ticket = coming.popleft()
-            ticket.wait()
-            self._tiers.give_back(piece)
+    def _pass(
+        self,
+        chunks: Sequence[Chunk],
+        keep_going: Callable[[], bool],
+        work: Callable[[HostChunk], bool],
+    ) -> StateTrafficFigures:
+        """Take the chunks through the pipeline. work: returns whether it has changed a chunk."""
+
+        def act(piece: HostChunk, _: StagingBuffer | None) -> bool:
+            if not keep_going():
+                raise _Enough
+            return work(piece)
 
         begin_s = time.perf_counter()
-        for chunk in self.chunks:
-            if not keep_going():
-                break
-            if not self._tiers.free_buffers:
-                land()
-            coming.append(self._tiers.read(chunk))
-        while coming:
-            land()
+        with suppress(_Enough):  # the pipeline has waited for all that was in flight
+            self._pipeline.run(chunks, act)
         return self._moved_since(begin_s)
 
     def write(self, keep_going: Callable[[], bool] = always) -> StateTrafficFigures:
@@ -221,3 +220,54 @@ class Traffic:
             sum(event.nbytes for event in writes),
             busy_s([*reads, *writes]),
         )
+
+
+def measure(plan: Plan, directories: Sequence[Path], has_kernel: bool) -> Speeds:
+    """Measure the speeds of the drives and cores that the plan uses. has_kernel: False if the
+    update runs torch's own code, whose speed is not measured here. Blocks.
+    """
+    disk = _disk_bytes_per_s(plan, directories) if plan.disk_bytes else None
+    update = _update_bytes_per_s(plan) if has_kernel and plan.arena_bytes else None
+    return Speeds(disk, update)
+
+
+def _disk_bytes_per_s(plan: Plan, directories: Sequence[Path]) -> float | None:
+    element_bytes = ELEMENT_BYTES * len(FIELDS)
+    nbytes = min(plan.disk_bytes, DISK_BYTES)
+    # Several times as many chunks as buffers, so that reads and writes overlap.
+    wanted = min(plan.buffer_bytes, _CHUNK_BYTES, nbytes // (3 * plan.buffers)) // element_bytes
+    chunk_numel = max(wanted // _ROUND_NUMEL, 1) * _ROUND_NUMEL
+    small = plan_traffic(nbytes, plan.buffers, chunk_numel)
+    if not small.disk_bytes:  # too little to measure
+        return None
+    with Traffic(small, directories) as traffic:
+        traffic.fill()
+        moved = traffic.mix()
+    return moved.bytes_per_s if moved.read_bytes and moved.written_bytes else None
+
+
+def _update_bytes_per_s(plan: Plan) -> float:
+    numel = max(1, min(_UPDATE_NUMEL, plan.numel, plan.arena_bytes // (TENSORS * ELEMENT_BYTES)))
+    memory = [torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(TENSORS)]
+    update = UpdateRun(memory)
+    each_s = sorted(update.run_s() for _ in range(_UPDATES))
+    return update.touched_bytes / each_s[_UPDATES // 2]
+
+
+class UpdateRun:
+    """A repeatable AdamW update over all of `memory`: `TENSORS` fp32 tensors of one size. They are
+    written to first: untouched pages would all be the same zero page.
+    """
+
+    def __init__(self, memory: Sequence[Tensor]) -> None:
+        self.memory = [tensor.fill_(1.0) for tensor in memory]
+        self.touched_bytes = ParamSpec("update", memory[0].numel(), FIELDS).touched_bytes()
+        self._rule = rules.Adam.at(
+            1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True
+        )
+
+    def run_s(self) -> float:
+        """Run one update; return its seconds."""
+        begin_s = time.perf_counter()
+        kernels.update(self._rule, *self.memory)
+        return time.perf_counter() - begin_s

@@ -19,27 +19,24 @@ from offload import kernels
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
 from offload.optim.consistency import LOAD, STEP, Consistency
+from offload.optim.coordinator import PendingStep, Resources
 from offload.optim.export import ParamOptimizerState, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient_handle import gradient_of
 from offload.optim.gradient_source import Gradient, in_memory
-from offload.optim.incoming import is_there, own_part
-from offload.optim.pending_step import PendingStep
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, SliceUpdate
-from offload.optim.resources import Resources
 from offload.optim.saver import Saver, Sink
-from offload.optim.sharded_update import ShardedUpdate
-from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
-from offload.optim.staging import StagingBuffer, StagingProvider
+from offload.optim.source import GatheredField, KeptField, is_there, own_part, read_kept, read_slice
+from offload.optim.staging import NO_STAGING, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
 from offload.planning.layout import MASTER, Slice
 from offload.storage.contract import KnownSums
 
 
 class Updater:
-    """The updater of one optimizer's parameters while a plan is in force. sharded_update: for ranks
-    that share the state; None: all of it is here.
+    """The updater of one optimizer's parameters while a plan is in force. max_norm: what gradients
+    are clipped to; None: they are not.
     """
 
     def __init__(
@@ -49,19 +46,24 @@ class Updater:
         resources: Resources,
         metrics: Metrics,
         consistency: Consistency,
-        sharded_update: ShardedUpdate | None = None,
+        max_norm: float | None,
     ) -> None:
         self.records = records
         self.metrics = metrics
         self.grad_norm: float | None = None
-        self._recipe = recipe
-        self._tiers, self._staging_buffers, self._grad_buffers = (
-            resources.tiers,
-            resources.staging_buffers,
-            resources.grad_buffers,
-        )
-        self._consistency = consistency
-        self.sharded_update = sharded_update
+        self._recipe, self._consistency, self._max_norm = recipe, consistency, max_norm
+        self._tiers, self._staging_buffers = resources.tiers, resources.staging_buffers
+        self._grad_buffers, self._sharded = resources.grad_buffers, resources.sharded
+        self._grads_are_own = resources.grads_are_own
+        specs = self._tiers.plan.params
+        # Without elements on this rank, or in host memory without elementwise state.
+        self._without_chunk = {
+            number
+            for number, spec in enumerate(specs)
+            if not spec.own_numel or not (spec.fields or spec.has_staging_buffer)
+        }
+        # Bytes that an update reads and writes beside the gradient, and the elements of that.
+        self._touched = [(spec.touched_bytes(grad_bytes=0), spec.own_numel) for spec in specs]
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -69,8 +71,7 @@ class Updater:
         """Return the gradient of every parameter that has one, flat; raise where one cannot be
         used.
         """
-        self._consistency.check()
-        if self._reduces:
+        if self._sharded is not None and self._sharded.reducer is not None:
             return {}  # they are reduced after the consensus
         grads: dict[int, Gradient] = {
             r.number: gradient_of(r) for r in self.records if r.param.grad is not None
@@ -79,22 +80,21 @@ class Updater:
             grads = dict(sorted((grads | self._grad_buffers.held()).items()))
         return grads
 
-    @property
-    def _reduces(self) -> bool:
-        """Whether gradients are reduced over ranks here, to this rank's elements only."""
-        return self.sharded_update is not None and self.sharded_update.reducer is not None
-
-    def begin(self, grads: Mapping[int, Gradient], needs_norm: bool) -> PendingStep:
+    def begin(self, grads: Mapping[int, Gradient]) -> PendingStep:
         """Begin a step: all that may be refused is refused here, and then nothing has changed."""
-        for number in grads:
-            self._check_fields(self.records[number])
-        squares = None
+        stepping = [self.records[number] for number in grads]
+        for record in stepping:
+            fields = self._recipe.fields(record.group)
+            if fields != record.fields:
+                raise ConfigError(
+                    f"{record.name}: its group needs the state {fields or 'nothing'} now, the plan "
+                    f"was made for {record.fields or 'nothing'}; close(), then wrap or prepare "
+                    "again"
+                )
         with self.metrics.span("gradient norm"):
-            if needs_norm:
-                squares = self._squares(grads)
+            squares = self._squares(grads) if self._max_norm is not None else None
         if self._grad_buffers is not None:
             self._grad_buffers.fetch(in_memory(grads))
-        stepping = [self.records[number] for number in grads]
         pending = PendingStep(
             grads=dict(grads),
             fresh={record.number for record in stepping if not record.has_state},
@@ -103,69 +103,59 @@ class Updater:
             squares=squares,
         )
         try:
-            pending.count_steps()
+            for record in stepping:
+                record.step += 1.0
             self._recipe.begin_step(stepping)  # may refuse a hyper-parameter
         except BaseException:
             pending.undo()
             raise
         return pending
 
-    def carry_out(self, pending: PendingStep, max_norm: float | None) -> None:
+    def carry_out(self, pending: PendingStep) -> None:
         """Update every parameter that has a gradient."""
-        scale = self._clip_scale(pending.sum_squares, max_norm)
+        scale = 1.0
+        if pending.sum_squares is not None and self._max_norm is not None:
+            self.grad_norm = math.sqrt(pending.sum_squares)
+            scale = self._max_norm / (self.grad_norm + 1e-6)
+            scale = 1.0 if scale >= 1.0 else scale  # a NaN scale stays, as in torch
         try:
             for record in pending.stepping:
                 record.has_state = True
-            self._update_all(pending, scale)
+            self._update_all(pending.grads, pending.fresh, scale)
         except BaseException as error:
             self._consistency.lose(STEP, error, pending.stepping)
             self._break_off(error)
             raise
-        self._count(pending.grads)
+        touched = ((self._touched[n], grad) for n, grad in pending.grads.items())
+        nbytes = sum(state + numel * grad.element_size() for (state, numel), grad in touched)
+        self.metrics.count("updated_bytes", nbytes)
+        self.metrics.count("steps")
 
-    def _update_all(self, pending: PendingStep, scale: float) -> None:
-        grads = pending.grads
-        if self.sharded_update is not None:
-            self.sharded_update.begin_update(grads)
+    def _update_all(self, grads: Mapping[int, Gradient], fresh: set[int], scale: float) -> None:
+        if self._sharded is not None:
+            self._sharded.begin_update(grads)
         for number in grads:
-            self._update_without_chunk(number, grads[number], pending.fresh, scale)
-        if self._staging_buffers is not None:
-            self._staging_buffers.begin_step(
-                grads, self._grad_buffers.by_number if self._grad_buffers else {}
-            )
-        act = partial(self._update, grads, pending.fresh, scale)
+            if number in self._without_chunk:
+                self._update_without_chunk(number, grads[number], number in fresh, scale)
+        self._staging_buffers.begin_step(
+            grads, self._grad_buffers.by_number if self._grad_buffers else {}
+        )
+        act = partial(self._update, grads, fresh, scale)
         self._pass_over(grads, act, "update", self._staging_buffers)
-        if self._staging_buffers is not None:
-            self._staging_buffers.end_step()
-        for number in grads:
-            self._recipe.end_step(self.records[number])
+        self._staging_buffers.end_step()
+        self._recipe.end_step([self.records[number] for number in grads])
         if self._grad_buffers is not None:
             self._grad_buffers.end_step()
-        if self.sharded_update is not None:
-            self.sharded_update.end_update()
+        if self._sharded is not None:
+            self._sharded.end_update()
 
     def _break_off(self, error: BaseException) -> None:
         try:
-            if self._staging_buffers is not None:
-                self._staging_buffers.break_off()
-            if self.sharded_update is not None:
-                self.sharded_update.break_off(error)
+            self._staging_buffers.break_off()
+            if self._sharded is not None:
+                self._sharded.break_off(error)
         except Exception:  # the first error is the one to raise
             self.metrics.count("errors_after_an_error")
-
-    def _count(self, grads: Mapping[int, Gradient]) -> None:
-        specs = self._tiers.plan.params
-        touched = sum(specs[n].touched_bytes(grad.element_size()) for n, grad in grads.items())
-        self.metrics.count("updated_bytes", touched)
-        self.metrics.count("steps")
-
-    def _check_fields(self, record: Record) -> None:
-        fields = self._recipe.fields(record.group)
-        if fields != record.fields:
-            raise ConfigError(
-                f"{record.name}: its group needs the state {fields or 'nothing'} now, the plan was "
-                f"made for {record.fields or 'nothing'}; close(), then wrap or prepare again"
-            )
 
     def _squares(self, grads: Mapping[int, Gradient]) -> dict[int, Sequence[float]]:
         """Compute sums of squares over blocks of this rank's part of each gradient, by number."""
@@ -186,22 +176,9 @@ class Updater:
             sums.update({n: (one,) for n, one in zip(norms, squares.tolist(), strict=True)})
         return sums
 
-    def _clip_scale(self, sum_squares: float | None, max_norm: float | None) -> float:
-        """Return the factor that clips the gradients. sum_squares: over all gradients and ranks."""
-        if sum_squares is None or max_norm is None:
-            return 1.0
-        self.grad_norm = math.sqrt(sum_squares)
-        scale = max_norm / (self.grad_norm + 1e-6)
-        return 1.0 if scale >= 1.0 else scale  # a NaN scale stays, as in torch
-
     def _begins_at(self, record: Record) -> int:
-        """Return the parameter's element that its gradient begins with: this rank's first one,
-        where the gradient holds this rank's elements only.
-        """
-        is_ours_only = (
-            self._reduces or record.original_device is not None
-        )  # the latter in a prepared model
-        return record.own[0] if record.own and is_ours_only else 0
+        """Return the parameter's element that its gradient begins with."""
+        return record.own[0] if record.own and self._grads_are_own else 0
 
     def _own(self, number: int, values: Tensor) -> Tensor:
         """Return this rank's elements of a gradient."""
@@ -226,7 +203,7 @@ class Updater:
         numbers: Iterable[int],
         act: Act,
         doing: str,
-        staging_buffers: StagingProvider | None = None,
+        staging_buffers: StagingProvider = NO_STAGING,
         only_looks: bool = False,
     ) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
@@ -246,9 +223,9 @@ class Updater:
         piece: HostChunk,
         staging_buffer: StagingBuffer | None,
     ) -> bool:
-        if self.sharded_update is not None:
+        if self._sharded is not None:
             # before this chunk: the last one's new values are on their way to the device
-            self.sharded_update.advance()
+            self._sharded.advance()
         for part in piece.chunk.slices:
             if part.param in grads:
                 record = self.records[part.param]
@@ -263,22 +240,21 @@ class Updater:
         return True
 
     def _update_without_chunk(
-        self, number: int, grad: Gradient, fresh: set[int], scale: float
+        self, number: int, grad: Gradient, is_fresh: bool, scale: float
     ) -> None:
         """Update a parameter that has no chunk: one without elements on this rank, whose step count
         advances all the same, or one in host memory without elementwise state.
         """
         spec, record = self._tiers.plan.params[number], self.records[number]
-        if not spec.own_numel or not (spec.fields or spec.has_staging_buffer):
-            nothing = {
-                field: torch.empty(0, dtype=torch.float32, device="cpu") for field in spec.fields
-            }
-            begin, end = spec.own or (0, spec.numel)
-            whole = Slice(number, begin, end, 0)
-            none = torch.empty(0, dtype=record.dtype, device="cpu")
-            here = flat(record.local)[begin:end] if end else none
-            ours = self._of_grad(grad, whole) if end else none  # the whole gradient, or nothing
-            self._update_slice(record, whole, here, ours, nothing, number in fresh, scale, {})
+        nothing = {
+            field: torch.empty(0, dtype=torch.float32, device="cpu") for field in spec.fields
+        }
+        begin, end = spec.own or (0, spec.numel)
+        whole = Slice(number, begin, end, 0)
+        none = torch.empty(0, dtype=record.dtype, device="cpu")
+        here = flat(record.local)[begin:end] if end else none
+        ours = self._of_grad(grad, whole) if end else none  # the whole gradient, or nothing
+        self._update_slice(record, whole, here, ours, nothing, is_fresh, scale, {})
 
     def _update_slice(
         self,
@@ -310,8 +286,8 @@ class Updater:
                 sums=sums,
             )
         )
-        if self.sharded_update is not None:
-            self.sharded_update.updated(record.number, part.end - part.begin)
+        if self._sharded is not None:
+            self._sharded.updated(record.number, part.end - part.begin)
 
     # --- state in and out -------------------------------------------------------------------------
 
@@ -396,7 +372,7 @@ class Updater:
     ) -> None:
         for field, target in piece.fields(part).items():
             if field == MASTER and field not in state:
-                target.copy_(self._values(record, part))
+                target.copy_(self._staging_buffers.values(part))
             elif isinstance(state[field], KeptField):
                 read_kept(state[field], record, part, target, wholes)
             elif isinstance(state[field], Tensor):
@@ -404,8 +380,3 @@ class Updater:
                 target.copy_(in_order_of(own, record.local)[part.begin : part.end])
             else:
                 read_slice(state[field], record, part, target, wholes)
-
-    def _values(self, record: Record, part: Slice) -> Tensor:
-        if self._staging_buffers is not None:
-            return self._staging_buffers.values(part)
-        return flat(record.local)[part.begin : part.end]

@@ -182,9 +182,6 @@ class BlockStaging:
             _, block = self._begun.popitem()
             self._residency.end(block, has_changed=True)
 
-    def close(self) -> None:
-        self.break_off()
-
 
 class SpilledGradientReader:
     """A reader of spilled gradients for the update: it stages the slices of each chunk of state in

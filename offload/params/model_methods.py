@@ -1,4 +1,5 @@
-"""The methods of a prepared model that torch or user code calls as on an ordinary model.
+"""The methods of a prepared model that torch or user code calls as on an ordinary model, and its
+buffers.
 
 `state_dict`, `load_state_dict` and `to` run module by module, as in torch; while a module's own
 part runs, its parameters are in memory. So a model larger than memory can be saved, loaded, and
@@ -42,7 +43,7 @@ class ReplacedModelMethods:
         self,
         model: nn.Module,
         residency: Residency,
-        unit_of: Mapping[nn.Parameter, Unit],
+        unit_of: Mapping[Tensor, Unit],
         directories: Sequence[Path],
         metrics: Metrics,
         tell_age: Callable[[], None],
@@ -287,3 +288,46 @@ def _refuse_copy(module: nn.Module, *_: object) -> None:
         f"{type(module).__name__}: a module of a prepared model cannot be copied or pickled; take "
         "its state_dict(), or copy tensors inside `with offload.resident(module):`"
     )
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+class ModelBuffers:
+    """The buffers of a model (running means, for example), which are moved to the device that it
+    computes on until `return_to_model`. They are small, and written in every run, so they are never
+    evicted.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._original_devices: dict[tuple[nn.Module, str], torch.device] = {}
+        moved: dict[Tensor, Tensor] = {}  # several modules may share a buffer
+        for module, name, buffer in _buffers(model):
+            if buffer.device != device:
+                self._original_devices[module, name] = buffer.device
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
+
+    def return_to_model(self) -> None:
+        """Move the buffers back to their original devices. Idempotent."""
+        moved: dict[Tensor, Tensor] = {}
+        for (module, name), original_device in self._original_devices.items():
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(original_device)
+                module._buffers[name] = moved[buffer]
+        self._original_devices = {}
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    distinct = {buffer: buffer.nbytes for _, _, buffer in _buffers(model)}
+    return sum(distinct.values())
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer

@@ -1,12 +1,15 @@
 """The plan of what a model and its optimizer will need once prepared.
 
 It is drawn up before anything is allocated, so that a configuration that cannot work is refused
-with the arithmetic, and so that `offload.plan` can show it.
+with the arithmetic, and so that `offload.plan` can show it. Ranks that prepare a model together
+reach consensus on it before anything changes: if one rank raises, all raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -14,18 +17,27 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from offload import kernels
 from offload.core.config import Config, format_size
-from offload.core.errors import ConfigError
+from offload.core.errors import ConfigError, StateError
 from offload.device import available_bytes, find_device, usable_bytes, used_bytes
+from offload.distributed import (
+    Ranks,
+    by_consensus,
+    check_alike,
+    each_by_consensus,
+    ranks_of,
+    told_checksum,
+)
+from offload.optim.agreement import START_ALIKE, VALUES
 from offload.optim.choose import choose_recipe
-from offload.optim.incoming import states_of
 from offload.optim.opening import check_wrappable
 from offload.optim.recipe import Recipe, Record
 from offload.optim.records import OptimizerDraft, States, facts_of, make_records
+from offload.optim.source import states_of
 from offload.params.gradients import SpilledGradientParams, place_bytes, staging_bytes
 from offload.params.mean_gradients import staging_bytes as shard_staging_bytes
-from offload.params.model_buffers import buffer_bytes
-from offload.params.model_methods import refuse_data_parallel
+from offload.params.model_methods import buffer_bytes, refuse_data_parallel
 from offload.params.start import PreparedModelStart
 from offload.params.units import Choice, find_units, refuse_lazy
 from offload.planning.layout import ParamSpec
@@ -76,7 +88,9 @@ class PreparePlan:
         self.directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         unit_bytes = self.chosen.tuning.unit_bytes
         self.units = find_units(model, choice, place is not None, unit_bytes)
-        self.unit_of = {m.param: unit for unit in self.units for m in unit.members}
+        self.unit_of: dict[Tensor, Unit] = {
+            m.param: unit for unit in self.units for m in unit.members
+        }
         self.device = device
         self._trained = [p for p in self.unit_of if p.requires_grad and optimizer is not None]
         self.sharding = self._share_over(place)
@@ -132,7 +146,7 @@ class PreparePlan:
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
         """Return the elements of a parameter that belong to this rank; None: all."""
-        unit = self.unit_of.get(param)  # type: ignore[call-overload]
+        unit = self.unit_of.get(param)
         return None if self.sharding is None or unit is None else self.sharding.own(unit, param)
 
     @property
@@ -178,6 +192,7 @@ class PreparePlan:
                     f"{record.name}: the optimizer has it, but the model does not; make the "
                     "optimizer of this model's parameters, before prepare"
                 )
+            record.unit = self.unit_of[record.param].number
             record.own = self.own_of(record.param)
         return recipe, records, states_of(optimizer, records, recipe)
 
@@ -195,7 +210,7 @@ class PreparePlan:
     def _facts(self, model: nn.Module, records: Sequence[Record]) -> TrainingFacts:
         """Gather the facts that the plan depends on."""
         sharding, in_files = self.sharding, self.start.weight_blocks if self.start else set()
-        facts = facts_of(records, self.config, unit_of=lambda p: self.unit_of[p].number)  # type: ignore[index]
+        facts = facts_of(records, self.config)
         if sharding is not None:
             units = [self.units[number] for number in self._trained_units]
             gradients = map(sharding.shard_bytes, units)
@@ -222,7 +237,7 @@ class PreparePlan:
         if self.sharding is None:
             return ()
         each = [
-            (spec, self.unit_of[record.param], record.param)  # type: ignore[index]
+            (spec, self.unit_of[record.param], record.param)
             for spec, record in zip(specs, records, strict=True)
         ]
         ranks = [replace(self.sharding, rank=rank) for rank in range(self.sharding.count)]
@@ -303,3 +318,119 @@ def _check(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
 def _params_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     groups = optimizer.param_groups if optimizer is not None else []
     return [param for group in groups for param in group["params"]]
+
+
+# --- among ranks ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def connected_ranks(process_group: object) -> Iterator[Ranks | None]:
+    """Keep the ranks of a group connected while the block runs, and afterwards unless it raises."""
+    ranks = ranks_of(process_group)
+    try:
+        yield ranks
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def plan_by_consensus(
+    ranks: Ranks | None, host_bytes: int | None, make: Callable[[int | None], PreparePlan]
+) -> PreparePlan:
+    """Make the plan for the least budget of host memory that any rank has, check that it is the
+    same on all ranks, and give the gathered blocks the room that all ranks have left.
+
+    All that later decides about a collective must be the same on all ranks: the units, the least of
+    all budgets, the room for gathered blocks. The ranks must begin with equal parameters.
+    """
+    if ranks is None:
+        return make(host_bytes)
+    allowed = [
+        n for n in ranks.exchange(host_bytes, "host memory that is allowed") if n is not None
+    ]
+    prepare_plan = by_consensus(ranks, "prepare", lambda: make(min(allowed, default=None)))
+    try:
+        _check_same(ranks, prepare_plan)
+        left = [
+            max(0, n) for n in ranks.exchange(prepare_plan.left_bytes, "host memory that is left")
+        ]
+        prepare_plan.widen(min(left))
+    except BaseException:
+        prepare_plan.close()
+        raise
+    return prepare_plan
+
+
+def _check_same(ranks: Ranks, prepare_plan: PreparePlan) -> None:
+    structure = {"the model's structure": [_digest(prepare_plan), len(prepare_plan.units)]}
+    check_alike(
+        "prepare",
+        ranks.exchange(structure, "the model's structure"),
+        "every rank must prepare the same model, with the same optimizer groups and frozen "
+        "parameters",
+    )
+    remedy = "give every rank the same, apart from the budgets"
+    check_alike("config", ranks.exchange(_settings(prepare_plan), "config"), remedy)
+    sums = each_by_consensus(
+        ranks, "the first values", lambda: _sums(prepare_plan), others=StateError
+    )
+    check_alike("prepare", sums, START_ALIKE)
+
+
+def _digest(prepare_plan: PreparePlan) -> str:
+    lines = [
+        f"{unit.number} {unit.needs} {m.name} {tuple(m.shape)} {m.dtype} {m.param.requires_grad}"
+        for unit in prepare_plan.units
+        for m in unit.members
+    ]
+    specs = prepare_plan.plan.facts.params
+    lines += [f"{spec.name} {spec.numel} {spec.fields} {spec.unit}" for spec in specs]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _settings(prepare_plan: PreparePlan) -> dict[str, object]:
+    """Return the settings that must be equal on all ranks, so that all act alike."""
+    config = prepare_plan.config
+    return {
+        "device": prepare_plan.device.type,
+        "nvme": config.nvme is not None,
+        "prefetch_depth": config.prefetch_depth,
+        "activations": config.activations,
+        "max_grad_norm": config.max_grad_norm,
+        "self_check": config.self_check,
+    }
+
+
+def _sums(prepare_plan: PreparePlan) -> dict[str, str]:
+    """Return checksums of the parameters' values by name, without those that the weights or their
+    modules give.
+    """
+    members = [m for unit in prepare_plan.units for m in unit.members]
+    start = prepare_plan.start
+    return {
+        f"{VALUES} {m.name}": told_checksum(kernels.checksum(m.param.detach().cpu()))
+        for m in members
+        if m.param.numel() and not m.param.is_meta and not (start and start.gives(m.param))
+    }
+
+
+@contextmanager
+def same_random(ranks: Ranks | None) -> Iterator[None]:
+    """Let all ranks draw the random numbers of rank 0 while the block runs.
+
+    Afterwards each rank continues with its own state, as before; a rank whose state was that of
+    rank 0 continues from rank 0's new state.
+    """
+    if ranks is None:
+        yield
+        return
+    before = torch.get_rng_state()
+    first = bytes.fromhex(ranks.exchange(before.numpy().tobytes().hex(), "random state")[0])
+    state = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        if not torch.equal(before, state):
+            torch.set_rng_state(before)

@@ -4,8 +4,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TypeVar
 from weakref import finalize
@@ -14,44 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.budget import HOST, Share
-from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError
+from offload.core.errors import ConfigError, OffloadError
 from offload.core.heap import HEAP, resident_bytes, used_by
 from offload.core.locks import steadfast, uninterrupted
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
-from offload.distributed import Ranks, by_consensus, check_alike, each_by_consensus
+from offload.distributed import Ranks, by_consensus
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim import Session, attach
 from offload.optim.consistency import clear_frames
-from offload.optim.export import OptimizerStateGatherer
-from offload.optim.grad_buffers import GradBuffers
-from offload.optim.recipe import Record
 from offload.optim.records import OptimizerDraft
-from offload.optim.resources import Resources
-from offload.optim.staging import StagingProvider
-from offload.optim.tiers import Tiers, is_chunk_key
 from offload.params.activation_store import DiskActivations, HostActivations
 from offload.params.activations import Activations, ActivationStore
-from offload.params.block_staging import BlockStaging, SpilledGradientReader
 from offload.params.engine import Engine
 from offload.params.gathered import GatheredBlockMemory, HostGatheredBlockMemory
 from offload.params.gathered_device import DeviceGatheredBlockMemory
-from offload.params.hooks import forget_interrupted_backward, watch_gradients
+from offload.params.hooks import forget_interrupted_backward
 from offload.params.mean_gradients import ShardContext
-from offload.params.model_buffers import ModelBuffers
-from offload.params.model_methods import ReplacedModelMethods
-from offload.params.prepare_consensus import same_random
-from offload.params.prepare_plan import PreparePlan
+from offload.params.model_methods import ModelBuffers, ReplacedModelMethods
+from offload.params.prepare_plan import PreparePlan, same_random
+from offload.params.prepared_coordinator import PreparedCoordinator, no_sync
 from offload.params.recompute import Recompute, layers_of
 from offload.params.residency import Device
-from offload.params.sharded_gradients import NO_SCALER, ShardedGradients
-from offload.params.sharded_state import UnitGatherer
-from offload.params.spill import slot_bytes
 from offload.params.trace import Trace
-from offload.planning.layout import Chunk, slices_by_param
-from offload.planning.state_plan import Plan
 from offload.storage.disk import DiskStore
 from offload.storage.growing import GrowingStore
 from offload.storage.outgoing import Outgoing
@@ -113,9 +100,7 @@ class Prepared:
         self.buffers: ModelBuffers | None = None
         self.engine: Engine | None = None
         self.recompute: Recompute | None = None
-        self._activations_share: Share | None = None
-        self._gradients_share: Share | None = None
-        self._whole_share: Share | None = None
+        self._taken: list[Share] = []  # of the budget, for memory that is allocated elsewhere
         self.session: Session | None = None
         self._start = prepare_plan.start
         try:
@@ -156,10 +141,9 @@ class Prepared:
         params = shares.params + (shares.staging if is_made_here else shares.gradients)
         self.pool = self._copied_pool(max(params, PIECE_ALIGN))
         if sharding is not None and not sharding.on_device:
-            what = "whole parameters and gradients"
-            self._whole_share = self._take_share(sharding.fixed_bytes, what)
+            self._take_share(sharding.fixed_bytes, "whole parameters and gradients")
         if is_made_here:
-            self._gradients_share = self._take_share(shares.gradients - shares.staging, "gradients")
+            self._take_share(shares.gradients - shares.staging, "gradients")
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)  # never copied to a device
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
@@ -187,13 +171,13 @@ class Prepared:
         self.metrics.watch("process", resident_bytes)
         HEAP.serve(self, self.metrics)
 
-    def _take_share(self, nbytes: int, what: str) -> Share:
+    def _take_share(self, nbytes: int, what: str) -> None:
         """Reserve a share of the budget for memory that is allocated elsewhere, until this object
         is collected.
         """
         share = HOST.take(nbytes, what)
         finalize(self, share.release).atexit = False
-        return share
+        self._taken.append(share)
 
     def _open_spare(self) -> DiskStore | None:
         """Open a store for frozen blocks that the plan left in their weight files, and that were
@@ -307,14 +291,24 @@ class Prepared:
             transfer = DeviceTransfer(device, metrics=self.metrics)
             return HostActivations(transfer, self._copied_pool(nbytes), store)
         assert store is not None, "check_preparable has seen it"
-        self._activations_share = self._take_share(nbytes, "activations")
+        self._take_share(nbytes, "activations")
         return DiskActivations(store, nbytes)
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, draft: OptimizerDraft) -> None:
+        assert self.engine is not None
+        coordinator = PreparedCoordinator(
+            self.prepare_plan,
+            self.engine,
+            self.ranks,
+            self.metrics,
+            self.state_pool,
+            self.store,
+            self,
+        )
         for record in draft.records:
             record.note_param()  # it has been taken into the model's memory since
-            record.original_device = self.original_device_of(record.param)
-        session = Session(optimizer, draft, self.config, watch_gradients, host=self)
+        coordinator.share_out(draft.records)
+        session = Session(optimizer, draft, self.config, coordinator)
         try:
             session.updater.take_in(draft.states)
         except BaseException:
@@ -322,122 +316,12 @@ class Prepared:
             raise
         self.session = session
         attach(optimizer, session)
-        if not self._has_plain_gradients:  # so that check_step() sees a GradScaler and refuses it
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-    @property
-    def _has_plain_gradients(self) -> bool:
-        return self.prepare_plan.is_on_cpu and self.ranks is None
-
-    # --- for the optimizer's session --------------------------------------------------------------
-
-    def unit_of(self, param: Tensor) -> int | None:
-        """Return the number of the parameter's unit; None: not of this model."""
-        unit = self._unit_of.get(param)  # type: ignore[call-overload]
-        return None if unit is None else unit.number
-
-    def original_device_of(self, param: Tensor) -> torch.device:
-        assert self.engine is not None
-        residency = self.engine.residency
-        return residency.original_device_of(param)
-
-    def own_of(self, param: Tensor) -> tuple[int, int] | None:
-        """Return the elements [begin, end) of a parameter that this rank holds, where ranks share
-        it; None: all are here, or the parameter is not of this model.
-        """
-        return self.prepare_plan.own_of(param)
-
-    def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
-        if self.ranks is None:
-            return look()
-        found: list[T] = []
-
-        def look_and_tell() -> Mapping[str, object]:
-            found.append(look())
-            return tell(found[0])
-
-        said = each_by_consensus(self.ranks, "step", look_and_tell, others=StateError)
-        check_alike("step", said, "every rank must do the same", StateError)
-        return found[0]
-
-    def sum_over_ranks(self, value: float) -> float:
-        return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]
-
-    def gatherer(self, records: Sequence[Record]) -> OptimizerStateGatherer | None:
-        if self.ranks is None or self.prepare_plan.sharding is None:
-            return None
-        return UnitGatherer(self.ranks, self.prepare_plan.sharding, self.units, records)
-
-    @property
-    def has_lost_ranks(self) -> bool:
-        return self.ranks is not None and self.ranks.is_broken
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._has_plain_gradients:
-            return
-        if hasattr(optimizer, "found_inf"):
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-            if self.ranks is not None:
-                raise StateError(f"GradScaler: {NO_SCALER}")
-            raise StateError(
-                "GradScaler: cannot be used with a model on a device whose gradients are in host "
-                "memory: torch reads the scale there before it has come; train in bfloat16, which "
-                "needs none"
-            )
-
-    def check(self, records: Sequence[Record], plan: Plan) -> None:
-        for record in records:
-            if record.param not in self._unit_of:
-                raise ConfigError(
-                    f"{record.name}: is not of the model that was prepared; close() and prepare "
-                    "them again, together"
-                )
-        needed = plan.disk_capacity_bytes
-        reserved = self.plan.state.disk_capacity_bytes
-        if needed > reserved:
-            raise CapacityError(
-                f"nvme: the optimizer state needs {needed} bytes of disk now, {reserved} were "
-                "reserved for it; parameters that were frozen, or in no optimizer, when the model "
-                "was prepared have no room: close() and prepare again"
-            )
-
-    def make_resources(self, records: Sequence[Record], plan: Plan) -> Resources:
-        assert self.engine is not None
-        residency = self.engine.residency
-        places, firsts = {}, {}
-        for record in records:
-            unit = self._unit_of[record.param]  # type: ignore[index]
-            block = residency.blocks[unit.number]
-            begin = next(m.begin for m in unit.members if m.param is record.param)
-            places[record.number] = block, begin - block.span[0], record.dtype
-            firsts[record.number] = record.own[0] if record.own else 0
-        gradients = self.engine.gradients
-        staging: SpilledGradientReader | None = None
-        if gradients.area is not None:
-            owner = gradients if isinstance(gradients, ShardedGradients) else gradients.area
-            owner.cut_for(_slices_of(records, plan.chunks))
-            gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
-            staging = SpilledGradientReader(gradients.area, firsts)
-        staging_buffers = BlockStaging(residency, places, staging, firsts)
-        return _SharedResources(self.state_pool, self.store, plan, staging_buffers)
-
-    def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
-        """Return the bytes per element of each parameter whose gradient is spilled, by record
-        number.
-        """
-        spilled, units = self.prepare_plan.spill.params, self.prepare_plan.spilled_units
-        return {
-            record.number: record.dtype.itemsize
-            for record in records
-            if record.param in spilled or self._unit_of[record.param].number in units  # type: ignore[index]
-        }
 
     # --- for users --------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         assert self.engine is not None
-        gradients = self.engine.gradients
-        return gradients.no_sync() if isinstance(gradients, ShardedGradients) else nullcontext()
+        return no_sync(self.engine)
 
     @contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:
@@ -475,7 +359,7 @@ class Prepared:
     @uninterrupted
     def close(self) -> None:
         """Turn model and optimizer into ordinary ones again. Idempotent."""
-        if self.has_lost_ranks:
+        if self.ranks is not None and self.ranks.is_broken:
             LOG.error("close(): other ranks cannot be asked any more: parameters have no values")
         session = self.session
         if session is not None and session.is_alive:
@@ -525,10 +409,9 @@ class Prepared:
     def _close_rest(self) -> None:
         """Close everything that exists without an engine, too."""
         forget_interrupted_backward()  # its graph would hold the engine, and memory of it
-        for share in (self._activations_share, self._gradients_share, self._whole_share):
-            if share is not None:
-                share.release()
-        self._activations_share = self._gradients_share = self._whole_share = None
+        for share in self._taken:
+            share.release()
+        self._taken = []
         if self.buffers is not None:
             self.buffers.return_to_model()
         if self.transfer is not None:
@@ -546,36 +429,3 @@ class Prepared:
         self.store = self._spare = self.pool = self.state_pool = None
         if self.ranks is not None:
             self.ranks.close()
-
-
-def _slices_of(
-    records: Sequence[Record], chunks: Sequence[Chunk]
-) -> dict[Tensor, list[tuple[int, int]]]:
-    """Return the slices of each parameter that the update reads at once."""
-    return {
-        records[number].param: [(part.begin, part.end) for _, part in each]
-        for number, each in slices_by_param(chunks).items()
-    }
-
-
-class _SharedResources:
-    """The resources of an optimizer that shares pool and store with its model."""
-
-    def __init__(
-        self, pool: Pool | None, store: DiskStore | None, plan: Plan, staging_buffers: BlockStaging
-    ) -> None:
-        self.pool = pool
-        self.copies: Pool | None = None
-        self.store = store
-        self.staging_buffers: StagingProvider | None = staging_buffers
-        self.grad_buffers: GradBuffers | None = None
-        self.tiers = Tiers(plan, pool, store)
-
-    def close(self) -> None:
-        if self.staging_buffers is not None:
-            self.staging_buffers.close()
-        self.staging_buffers = None
-        if self.store is not None:
-            for name in filter(is_chunk_key, self.store.names()):  # blocks of the model stay
-                self.store.free(name)
-        self.tiers = None  # type: ignore[assignment]  # it holds memory

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 CHUNK_NUMEL = 4 << 20
 MASTER = "master"
@@ -83,13 +84,14 @@ class Chunk:
     slices: tuple[Slice, ...]
     numel: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * len(self.fields) * ELEMENT_BYTES
 
-    def begin_of(self, field: str) -> int:
-        """Return the element at which `field` begins."""
-        return self.fields.index(field) * self.numel
+    @cached_property
+    def begins(self) -> dict[str, int]:
+        """The element at which each field begins."""
+        return {field: index * self.numel for index, field in enumerate(self.fields)}
 
 
 def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:

@@ -16,7 +16,6 @@ from offload.core.config import Config, format_size
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
-from offload.core.step_fact import StepFact
 from offload.planning import profile
 from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
 from offload.planning.trial import Trial, current
@@ -69,13 +68,6 @@ class ChosenTuning:
             metrics.fall_back("profile", self.note)
         if self.tuning.threads is not None:
             kernels.set_num_threads(self.tuning.threads)
-
-    def note_step(self, step: StepFact, metrics: Metrics, model: object) -> None:
-        """Note that a step has ended. Raises SystemExit where it was the last of a trial. model:
-        the prepared model that the step belongs to, if there is one.
-        """
-        if self.trial is not None:
-            self.trial.note_step(step, metrics, model, kernels.num_threads())
 
     @property
     def store_options(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Member:
     shape: torch.Size
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
@@ -52,7 +52,7 @@ class Unit:
     members: tuple[Member, ...]
     needs: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of the block with all parameters that it owns."""
         last = self.members[-1] if self.members else None

@@ -35,7 +35,7 @@ def report_on(optimizer: Any) -> Report:
     if made is not None and made.session is None:  # for evaluation
         return _report(made, None, made.metrics, StepStats(made.metrics))
     session: Session = made.session if made and made.session else _session_of(optimizer)
-    made = session.host if isinstance(session.host, Prepared) else None
+    made = session.coordinator.owner if isinstance(session.coordinator.owner, Prepared) else None
     return _report(made, session, session.metrics, session.step_stats)
 
 
@@ -44,11 +44,12 @@ def _report(
 ) -> Report:
     """Make the report. At least one of `made` and `session` is not None."""
     total, speeds, steps_done = metrics.snapshot(), step_stats.speeds, step_stats.steps.so_far()
-    store = session.store if session is not None else made.store if made is not None else None
-    pools = list(session.pools) if session is not None else []
+    coordinator = session.coordinator if session is not None else None
+    store = coordinator.store if coordinator else made.store if made is not None else None
+    pools = coordinator.pools if coordinator else []
     if made is not None and made.pool is not None:
         pools.append(made.pool)
-    ranks = session.ranks if session is not None else None
+    ranks = coordinator.ranks if coordinator else None
     plan = session.plan if session is not None else plan_state(TrainingFacts(), Budgets())
     return Report(
         plan=plan,

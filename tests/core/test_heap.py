@@ -190,7 +190,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
         "params.engine",
         "params.hooks",
         "params.prepared",
-        "optim.resources",
+        "optim.coordinator",
         "optim.session",
     ):
         monkeypatch.setattr(f"offload.{name}.HEAP", mine)  # the real one may still have users

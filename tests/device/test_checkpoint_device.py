@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.optim import resources
+from offload.optim import coordinator
 from offload.params import prepared, units
 from offload.planning import planner
 
@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 512)
-    for module in (prepared, resources):
+    for module in (prepared, coordinator):
         monkeypatch.setattr(module, "Pool", partial(Pool, register=register))
     torch.set_num_threads(1)
     yield

@@ -23,7 +23,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.device import Mark
-from offload.optim import grad_buffers, resources
+from offload.optim import coordinator, grad_buffers
 from offload.optim.grad_buffers import GradBuffer, GradBuffers
 from offload.optim.staging import HostSum
 from offload.planning import planner
@@ -34,7 +34,7 @@ Between = Callable[[nn.Module, int], None]  # what a loop does after backward, a
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 256)
-    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(coordinator, "Pool", partial(Pool, register=register))
 
 
 class Net(nn.Module):
@@ -224,7 +224,7 @@ def test_a_step_keeps_no_gradients(fake: DeviceModule) -> None:
         optimizer.zero_grad()
     torch.accelerator.synchronize()
     offload.report(optimizer)
-    for transfer in optimizer._offload_session._resources.staging_buffers._transfers.values():
+    for transfer in optimizer._offload_session.coordinator.resources.transfers.values():
         transfer.poll()
     assert torch.accelerator.memory_allocated() == before
     optimizer.close()

@@ -22,7 +22,7 @@ from offload.core.budget import Budget
 from offload.core.errors import CapacityError, ConfigError
 from offload.core.pool import Pool
 from offload.device import DeviceTransfer, find_device, used_bytes
-from offload.optim import resources
+from offload.optim import coordinator
 from offload.params import prepared, units
 from offload.params.prepared import prepared_of
 from offload.planning.unit import on_device_bytes
@@ -35,7 +35,7 @@ PLENTY = 1 << 30
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]:
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
-    for module in (prepared, resources):
+    for module in (prepared, coordinator):
         monkeypatch.setattr(module, "Pool", partial(Pool, register=register))
     load("eager", 0)
     gc.collect()
@@ -276,7 +276,7 @@ def test_only_what_is_copied_is_registered(
         registered.append(nbytes)
         return register(address, nbytes, device)
 
-    for module in (prepared, resources):
+    for module in (prepared, coordinator):
         monkeypatch.setattr(module, "Pool", partial(Pool, register=note))
     model = deep()
     optimizer = adamw(model)

@@ -18,14 +18,14 @@ from offload.core.budget import Budget
 from offload.core.config import format_size
 from offload.core.pool import Pool
 from offload.integrations import progress_line, screen
-from offload.optim import resources
+from offload.optim import coordinator
 from offload.planning import planner
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(coordinator, "Pool", partial(Pool, register=register))
 
 
 def test_bytes_on_the_device_are_told(tmp_path: Path) -> None:

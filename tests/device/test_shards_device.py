@@ -19,7 +19,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.distributed import like
-from offload.optim import resources
+from offload.optim import coordinator
 from offload.planning import planner
 
 SIZES = ((70, 30), (5,), (40, 41))
@@ -50,7 +50,7 @@ def values(seed: int, dtype: torch.dtype) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(coordinator, "Pool", partial(Pool, register=register))
 
 
 def test_shards_on_a_device(fake: DeviceModule, mesh: DeviceMesh) -> None:

@@ -18,7 +18,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.device import DeviceTransfer, Mark
-from offload.optim import resources
+from offload.optim import coordinator
 from offload.optim.pipeline import Pipeline
 from offload.planning import planner
 
@@ -29,7 +29,7 @@ STEPS = 5
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(coordinator, "Pool", partial(Pool, register=register))
 
 
 def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:

@@ -69,7 +69,7 @@ def add_without_room(rank: int, swap: Path) -> str:
         if rank == 1:
             raise offload.CapacityError("no room on rank 1")
 
-    optimizer._offload_session.host.check = more_than_reserved
+    optimizer._offload_session.coordinator.check = more_than_reserved
     return caught(lambda: optimizer.add_param_group({"params": params[-2:]}))
 
 

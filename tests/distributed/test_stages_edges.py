@@ -672,9 +672,10 @@ def overlapping(rank: int, directory: str) -> list[str]:
     optimizer = offload.wrap(adamw(model.parameters()), host_memory="420KiB", nvme=directory)
     done: list[str] = []
     session = optimizer._offload_session
-    update, gather = session._recipe.update, session.ranks.gather
+    ranks = session.coordinator.ranks
+    update, gather = session._recipe.update, ranks.gather
     session._recipe.update = lambda work: (done.append("update"), update(work))
-    session.ranks.gather = lambda *args, **kwargs: (done.append("gather"), gather(*args))[1]
+    ranks.gather = lambda *args, **kwargs: (done.append("gather"), gather(*args))[1]
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()

@@ -15,7 +15,7 @@ from offload.core.budget import Budget
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.optim.pipeline import Pipeline
-from offload.optim.staging import StagingBuffer
+from offload.optim.staging import NO_STAGING, StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planning.layout import Chunk, ParamSpec, lay_out
 from offload.planning.state_plan import Plan
@@ -41,7 +41,7 @@ class Counted:
 
     def __init__(self, tiers: Tiers, store: DiskStore) -> None:
         self.tiers, self.store = tiers, store
-        self.places: Any = None
+        self.places: Any = NO_STAGING
         self.metrics = Metrics()
         self.expected = [0.0] * CHUNKS
 
@@ -111,7 +111,9 @@ def test_what_is_in_a_buffer_is_not_read_and_not_written(counted: Counted) -> No
 
 @pytest.mark.quick
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("places", [None, InOneDirection()], ids=["at hand first", "by number"])
+@pytest.mark.parametrize(
+    "places", [NO_STAGING, InOneDirection()], ids=["at hand first", "by number"]
+)
 def test_any_order_finds_the_newest(counted: Counted, seed: int, places: Any) -> None:
     counted.places = places
     generator = torch.Generator().manual_seed(seed)

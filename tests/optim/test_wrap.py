@@ -897,7 +897,7 @@ def test_a_fault_of_the_disk_poisons_the_optimizer(
     for step in range(2):
         net(words(step), step).backward()
         optimizer.step()
-    optimizer._offload_session.store.engine.inject(Fault(kind, nth, True, 5))
+    optimizer._offload_session.coordinator.store.engine.inject(Fault(kind, nth, True, 5))
     with pytest.raises(StoreError, match="state chunk"):
         for _ in range(3):
             optimizer.step()

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 import offload
 from offload import CapacityError, ConfigError
 from offload.core.budget import Budget
-from offload.optim import resources as ground_module
+from offload.optim import coordinator as ground_module
 from offload.planning import planner
 
 pytestmark = pytest.mark.timeout(60)

@@ -19,8 +19,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import offload
 from offload import CapacityError, StateError, StoreError
-from offload.optim import aside as aside_module
-from offload.optim import resources as ground_module
+from offload.optim import coordinator as ground_module
+from offload.optim import export as export_module
 from offload.optim.optimizer import OffloadOptimizer
 from offload.optim.updater import Updater
 from offload.storage.engine import Fault, FaultKind
@@ -126,7 +126,7 @@ def broken(directory: Path) -> tuple[list[nn.Parameter], Any, dict[str, Any], li
     optimizer = adamw(params, directory)
     train(params, optimizer, 0, 1)
     saved, weights = optimizer.state_dict(), [param.detach().clone() for param in params]
-    optimizer._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 3, True, 5))
+    optimizer._offload_session.coordinator.store.engine.inject(Fault(FaultKind.ERROR, 3, True, 5))
     with pytest.raises(StoreError):
         train(params, optimizer, 2)
     return params, optimizer, saved, weights
@@ -155,7 +155,7 @@ def test_a_checkpoint_mends_a_broken_optimizer(tmp_path: Path) -> None:
 
 def test_a_broken_load_is_told_as_such_and_can_be_repeated(tmp_path: Path) -> None:
     here, plain, there, wrapped = both(tmp_path)
-    wrapped._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 1, True, 5))
+    wrapped._offload_session.coordinator.store.engine.inject(Fault(FaultKind.ERROR, 1, True, 5))
     with pytest.raises(StoreError):
         wrapped.load_state_dict(plain.state_dict())
     with pytest.raises(StateError, match=r"an earlier load_state_dict .* load it again"):
@@ -348,8 +348,10 @@ def test_a_copy_while_the_plan_is_made_anew_is_accounted_for(
     directory; without either, the report tells of a fall-back.
     """
     made = []
-    store = aside_module.DiskStore
-    monkeypatch.setattr(aside_module, "DiskStore", lambda *a, **k: made.append(a) or store(*a, **k))
+    store = export_module.DiskStore
+    monkeypatch.setattr(
+        export_module, "DiskStore", lambda *a, **k: made.append(a) or store(*a, **k)
+    )
     params = parameters()
     options = {"host_memory": "120KiB" if where == "ample" else "50KiB"}
     if where == "directory":

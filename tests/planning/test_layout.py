@@ -30,7 +30,7 @@ def test_every_element_has_one_place(number: int) -> None:
         assert all(part.begin % 16 == 0 for _, part in places.get(index, []))
     for chunk in chunks:
         assert chunk.numel % 1024 == 0 and chunk.nbytes == 4 * chunk.numel * len(chunk.fields)
-        assert [chunk.begin_of(field) for field in chunk.fields] == [
+        assert [chunk.begins[field] for field in chunk.fields] == [
             i * chunk.numel for i in range(len(chunk.fields))
         ]
         used = 0

@@ -29,7 +29,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CorruptionError, StateError, StoreError
 from offload.core.metrics import Metrics
-from offload.optim import aside
+from offload.optim import export
 from offload.params.prepared import prepared_of
 from offload.storage import handout
 from offload.storage.engine import Fault, FaultKind
@@ -307,7 +307,7 @@ def test_a_closed_optimizer_has_one_descriptor(dtype: torch.dtype, tmp_path: Pat
 
 
 def flipping(nth: int) -> Callable[..., Any]:
-    real = aside.DiskStore
+    real = export.DiskStore
 
     def make(*args: Any, **options: Any) -> Any:
         store = real(*args, **options)
@@ -325,7 +325,7 @@ def test_a_bit_that_flips_while_the_plan_is_made_anew_is_found(
     saved = wrapped.state_dict()
     before = len(here(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(aside, "DiskStore", flipping(nth))
+        patch.setattr(export, "DiskStore", flipping(nth))
         with pytest.raises(CorruptionError):
             wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
     assert len(wrapped.param_groups) == 1

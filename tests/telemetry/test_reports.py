@@ -345,7 +345,7 @@ def test_what_is_logged(
     with caplog.at_level(logging.DEBUG, "offload"):
         made = offload.wrap(optimizer(), host_memory=70_000, nvme=tmp_path)
         steps(made, 2).save_trace(tmp_path / "trace")
-        made._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 1, True, 5))
+        made._offload_session.coordinator.store.engine.inject(Fault(FaultKind.ERROR, 1, True, 5))
         with pytest.raises(StoreError):
             made.step()
         made.close()

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload import kernels
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.optim.probe import TENSORS, UpdateRun
+from offload.optim.traffic import TENSORS, UpdateRun
 from offload.planning.layout import round_up
 from offload.planning.unit import PAGE
 from offload.tools.bench.figure import Figure, FigureUnit, rate

@@ -22,7 +22,7 @@ from offload.optim import Lion
 from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
 from offload.params.hooks import call_in_backward, follow
-from offload.params.model_buffers import buffer_bytes
+from offload.params.model_methods import buffer_bytes
 from offload.params.recompute import Recompute, layers_of
 from offload.params.units import find_units, refuse_lazy
 from offload.planning.layout import ParamSpec
@@ -178,7 +178,9 @@ class Footprint:
         made = make_optimizer(optimizer, self.model)
         records = make_records(made, choose_recipe(made, elementwise=False), made.state)
         unit_of = {m.param: unit.number for unit in self.units for m in unit.members}
-        return [spec_of(record, unit_of[record.param]) for record in records]  # type: ignore[index]
+        for record in records:
+            record.unit = unit_of[record.param]  # type: ignore[index]
+        return list(map(spec_of, records))
 
     def _use(self, cost: Cost, machine: Profile) -> WorkloadUse:
         """Compute the seconds of a use: matrix products at the profile's FLOP/s, the rest, on the

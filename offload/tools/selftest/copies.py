@@ -226,7 +226,7 @@ def slow_disk(setting: Setting) -> PassedCheck:
 
     def wrap_late(optimizer: Any) -> Any:
         mine = tight(setting, optimizer)
-        mine._offload_session.store.engine.inject(fault)
+        mine._offload_session.coordinator.store.engine.inject(fault)
         return mine
 
     count = compare(setting, "slow disk", adamw, wrap_late, judge=wrap)

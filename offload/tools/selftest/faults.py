@@ -223,7 +223,7 @@ def _train_with_fault(setting: Setting, fault: Fault, expected: type[StoreError]
     params = parameters(tensors(setting.seed), setting.device)
     optimizer = tight(setting, adamw(params))
     take_step(params, optimizer, tensors(setting.seed + 1))
-    optimizer._offload_session.store.engine.inject(fault)
+    optimizer._offload_session.coordinator.store.engine.inject(fault)
     what = f"{fault.kind.name} in operation {fault.nth} of a step"
     with require_error(expected, what, "three steps without an error"):
         for turn in range(3):  # a bad write is found by the next read

@@ -266,7 +266,7 @@ OF_STAGE_1 = [
         "gathered before the last chunk was sent back",
         becomes(
             at("optim.updater", "Updater._update").returned(),
-            "(self.sharded_update.advance(), it)[1]",
+            "(self._sharded.advance(), it)[1]",
         ),
     ),
     Fault(

@@ -20,7 +20,7 @@ import offload
 from offload.core.errors import StateError
 from offload.core.pool import Pool
 from offload.distributed import Ranks, ranks_of
-from offload.optim import buckets, resources
+from offload.optim import buckets, coordinator
 from offload.planning import planner
 from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
@@ -209,7 +209,7 @@ def start() -> Ranks:
     load("eager", 0)
     collectives.register()
     buckets.BUCKET_BYTES, planner.CHUNK_NUMEL = BUCKET_BYTES, 1024
-    resources.Pool = partial(Pool, register=register)  # type: ignore[misc, assignment]
+    coordinator.Pool = partial(Pool, register=register)  # type: ignore[misc, assignment]
     ranks = ranks_of(None, deadline_s=30)
     assert ranks is not None
     return ranks
@@ -275,7 +275,7 @@ def moved(rank: int, stage: int) -> dict[str, Any]:
         assert pair.step()
     before, sent_before = offload.report(pair.ours).total.moved, sent(pair)
     pair.backward(1, 1)
-    reducer = pair.ours._offload_session.updater.sharded_update.reducer
+    reducer = pair.ours._offload_session.coordinator.resources.sharded.reducer
     if reducer is not None:
         reducer.drain()  # else the last gradients are still on the network, now and then
     torch.accelerator.synchronize()
@@ -302,7 +302,7 @@ def moved(rank: int, stage: int) -> dict[str, Any]:
 
 
 def sent(pair: Pair) -> dict[str, int]:
-    return dict(pair.ours._offload_session.ranks.sent_bytes)
+    return dict(pair.ours._offload_session.coordinator.ranks.sent_bytes)
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -72,9 +72,6 @@ class VirtualStaging:
     def break_off(self) -> None:
         """Do nothing: staging buffers free themselves."""
 
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
-
     def _clear_oldest(self) -> None:
         self._away.popleft().wait()
         self._free += 1

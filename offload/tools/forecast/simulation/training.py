@@ -15,7 +15,7 @@ from offload.core.errors import ConfigError
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.device import READS_IN_FLIGHT_BYTES, DeviceGauge, DeviceTransfer
 from offload.optim.pipeline import Pipeline
-from offload.optim.staging import StagingBuffer, StagingProvider
+from offload.optim.staging import NO_STAGING, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
 from offload.params.block_staging import BlockStaging, SpilledGradientReader
 from offload.params.residency import Device, Residency, make_residency
@@ -163,7 +163,7 @@ class Training:
         residency.cache.has_room_for_all = self._plan.shares.holds_all_params
         residency.tier.watch_edits()
 
-    def _make_staging(self) -> StagingProvider | None:
+    def _make_staging(self) -> StagingProvider:
         residency, plan = self._residency, self._plan.state
         if residency is not None:
             blocks = residency.blocks
@@ -176,7 +176,7 @@ class Training:
             return BlockStaging(residency, places, reader)
         if plan.staging_buffers and self._device is not None:
             return VirtualStaging(self._device, plan)
-        return None
+        return NO_STAGING
 
     def _make_activations(self) -> VirtualActivations | None:
         nbytes, store = self._plan.shares.activations, self._store
@@ -306,12 +306,10 @@ class Training:
     def _step(self) -> None:
         if self._device is not None:
             self._device.settle()  # backward has ended: gradients are in host memory
-        if self._staging_buffers is not None:
-            self._staging_buffers.begin_step({}, {})
+        self._staging_buffers.begin_step({}, {})
         chunks = self._plan.state.chunks
         Pipeline(self._tiers, self._staging_buffers, self._metrics).run(chunks, self._update)
-        if self._staging_buffers is not None:
-            self._staging_buffers.end_step()
+        self._staging_buffers.end_step()
 
     def _update(self, piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
         self._clock.spend(self._update_s[piece.chunk.number], self._update_beside_disk)
