@@ -29,8 +29,7 @@ from gpt import GPT
 from predict_results import BYTES_NEAR, NEEDED, Known, Prediction, Predictions
 
 import offload
-from offload.core.step_fact import StepFact
-from offload.core.timeline import DISK_READS, DISK_WRITES, Event
+from offload.core.timeline import DISK_READS, DISK_WRITES, Event, StepFact
 from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning, this_machine
 from offload.storage.disk import DiskStore

@@ -11,7 +11,7 @@ from results import HERE, machine_header
 from wrap_contest import Step
 from wrap_results import GI, Demand, Middle
 
-from offload.core.step_fact import COMPUTING, OTHER
+from offload.core.timeline import COMPUTING, OTHER
 
 SLACK = 1.3  # over the drive's own seconds
 

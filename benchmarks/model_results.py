@@ -13,7 +13,7 @@ from wrap_contest import Runner, Sitting, Step
 from wrap_results import GI, HOST, TORCH, TUNED_NVME, Demand, Middle, bytes_a_param
 
 from offload.core import host_facts
-from offload.core.step_fact import COMPUTING, OTHER
+from offload.core.timeline import COMPUTING, OTHER
 
 RESIDENT, DISK = "prepared, all in memory", "prepared, everything on NVMe"
 MANY, FEW = "2,048 tokens", "128 tokens"

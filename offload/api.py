@@ -17,7 +17,7 @@ from offload.core.config import Config
 from offload.core.errors import ConfigError
 from offload.core.heap import HEAP
 from offload.core.log import LOG
-from offload.core.modes import outside_inference_mode
+from offload.core.tensors import outside_inference_mode
 from offload.core.torch_versions import warn_if_unknown
 from offload.distributed import Ranks, is_sharded, place_of, ranks_of
 from offload.optim import attach, is_wrapped

@@ -52,7 +52,7 @@ RAISED_BY = {
     "optim/opening": ("wrap",),
     "optim/buckets": ("wrap",),
     "optim/choose": ("wrap",),  # what it says to prepare names wrap
-    "storage/weight_blocks": ("prepare",),
+    "storage/weights": ("prepare",),
     "storage/safetensors_file": ("prepare",),
 }
 # Functions, of torch and of ours, whose keywords messages name; by the call as they write it.

@@ -18,7 +18,8 @@ ROOT = Path(offload.__file__).parent
 
 # From the bottom up. The packages of one row do not import each other.
 ROWS = [
-    {"core", "_native"},
+    {"_native"},
+    {"core"},
     {"kernels"},
     {"storage", "device"},
     {"distributed"},

@@ -23,8 +23,17 @@ from torch.autograd import profiler
 
 from offload.core.errors import StateError
 from offload.core.log import LOG
-from offload.core.step_fact import COMPUTING, OTHER
-from offload.core.timeline import STEP, UPDATE, WAITING, Decoded, Event, EventLog, NumberLog
+from offload.core.timeline import (
+    COMPUTING,
+    OTHER,
+    STEP,
+    UPDATE,
+    WAITING,
+    Decoded,
+    Event,
+    EventLog,
+    NumberLog,
+)
 
 N = TypeVar("N", int, float)
 MOST_EVENTS = 8192  # the last ones are kept; 40 bytes each, and their names

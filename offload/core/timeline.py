@@ -1,5 +1,5 @@
-"""Events of a run: the logs of the last ones, and pure functions that count events and convert them
-to a trace to view.
+"""Events and steps of a run: logs of the last ones, and pure functions that count events and make a
+trace of them to view.
 
 An event is one operation of one resource. Operations of a resource may overlap: several reads are
 in flight at a time. `in_turn` cuts the events so that none overlap, and their sum is the time in
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Final, Generic, NamedTuple, TypeVar, overload
 
 STEP = "step"
 COMPUTE = "compute"  # the thread that runs the model computes, between uses of units
@@ -21,10 +22,17 @@ DISK_READS = "disk reads"
 DISK_WRITES = "disk writes"
 TO_DEVICE = "copies to the device"
 TO_HOST = "copies to the host"
+ROWS = (STEP, COMPUTE, UPDATE, WAITING, DISK_READS, DISK_WRITES, TO_DEVICE, TO_HOST)
+# Where the seconds of a step were spent, before their cause: in `step()`, or since the step before.
+IN_STEP: Final = "step(): "
+IN_MODEL: Final = "model: "
+OTHER: Final = "other"
+COMPUTING: Final = frozenset(
+    {"update", "gradient norm", "state in", "state out"}
+)  # the other causes are waits
 _MOST_TEXTS = 1024  # shared texts; those with the number of a step in them never recur
 R = TypeVar("R")
 T = TypeVar("T")
-ROWS = (STEP, COMPUTE, UPDATE, WAITING, DISK_READS, DISK_WRITES, TO_DEVICE, TO_HOST)
 
 
 class Event(NamedTuple):
@@ -35,6 +43,21 @@ class Event(NamedTuple):
     begin_s: float
     end_s: float
     nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepFact:
+    """The numbers of one `step()`.
+
+    Times are those of `time.perf_counter`; in a run file, seconds since the first event or step.
+    seconds: by place and cause. counts: bytes and other counters since the previous step.
+    """
+
+    number: int
+    begin_s: float
+    end_s: float
+    seconds: dict[str, float]
+    counts: dict[str, int]
 
 
 class RingLog(Generic[R]):
@@ -137,10 +160,10 @@ class EventLog(RingLog[Event]):
         """Return the events that ended at `begin_s` or later, the latest first, up to the first
         one that ended before.
         """
-        ends_s, count = self._columns[3], 0
-        while count < len(self) and ends_s[(self._count - count - 1) % self._most] >= begin_s:
+        ends_s, held, count = self._columns[3], len(self), 0
+        while count < held and ends_s[(self._count - count - 1) % self._most] >= begin_s:
             count += 1
-        return list(self._items(len(self) - count, count))[::-1]
+        return list(self._items(held - count, count))[::-1]
 
     def _items(self, first: int, count: int) -> Iterator[Event]:
         return map(Event, *(self._cut(column, first, count) for column in self._columns))

@@ -13,10 +13,9 @@ that used it: the next copy on `up` may write to the same memory at once, and ne
 the allocator waits. So the bytes in use never exceed the budget, however far the device runs behind
 the CPU.
 
-`device.py` has the copies, `buffer.py` the device memory, `gauge.py` the memory in use on the
-device, `streams.py` the streams, `random.py` the devices' random number states, and `host.py` the
-case without a device: the CPU's own memory, where nothing is copied. Any thread may call. The
-package knows no policy and no files.
+`device.py` has the copies, `buffer.py` the device memory, `streams.py` the streams,
+`accelerator.py` the device itself, and `host.py` the case without one: the CPU's own memory, where
+nothing is copied. Any thread may call. The package knows no policy and no files.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from __future__ import annotations
 import torch
 
 from offload.core.metrics import Metrics
-from offload.device.buffer import HOLDERS, DeviceBuffer, DeviceFullError
-from offload.device.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, Mark
-from offload.device.gauge import (
+from offload.device.accelerator import (
     DeviceGauge,
     DeviceReading,
     available_bytes,
+    device_random_states,
     find_device,
+    set_device_random_states,
     usable_bytes,
     used_bytes,
 )
+from offload.device.buffer import HOLDERS, DeviceBuffer, DeviceFullError
+from offload.device.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, Mark
 from offload.device.host import HostBuffer, HostTransfer
-from offload.device.random import device_random_states, set_device_random_states
 
 __all__ = [
     "HOLDERS",

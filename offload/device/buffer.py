@@ -14,9 +14,9 @@ from torch import Tensor
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError, ConfigError, StateError
-from offload.core.holders import holders
+from offload.core.tensors import holders
 from offload.core.ticket import Ticket
-from offload.device.checks import on
+from offload.device.streams import on
 
 ALIGN = 512  # torch's allocators round up to it
 

@@ -11,7 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ from offload.core.errors import ConfigError, StateError
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.core.timeline import TO_DEVICE, TO_HOST, Event
+from offload.device.accelerator import indexed
 from offload.device.buffer import DeviceBuffer, DeviceMemory
-from offload.device.checks import check_copy, indexed, on
-from offload.device.streams import lend
+from offload.device.streams import check_copy, lend, on
 
 READS_IN_FLIGHT_BYTES = 256 << 20
+_Landings: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 _LOOK_AGAIN_S = 0.0005  # poll interval of waits with a deadline, which torch's events do not offer
 
 
@@ -38,34 +40,25 @@ class Mark:
 
 @dataclass(eq=False)
 class _InFlightCopy:
-    """A copy in flight. held: the tensors whose memory must not be released before it is over."""
+    """A copy in flight. held: the tensors whose memory must not be released before it is over.
+    owner: of a download, the stream in whose order `source` may be released before that; None: it
+    must be held until then.
+    """
 
     event: torch.Event
     ticket: Ticket[Any]
     result: Tensor | None
     held: tuple[Tensor, ...]
-    nbytes: int = field(kw_only=True)
-    begin_s: float = field(default_factory=time.perf_counter, kw_only=True)
+    nbytes: int
+    source: Tensor | None = None
+    owner: torch.Stream | None = None
+    begin_s: float = field(default_factory=time.perf_counter)
 
     def let_go(self) -> None:
         """Release the tensors of a copy that is over. It comes before the ticket ends, so that
         callers that wait for the ticket find no reference to their memory here.
         """
-        self.held = ()
-
-
-@dataclass(eq=False)
-class _Download(_InFlightCopy):
-    """A download in flight. owner: the stream in whose order `source` may be released before the
-    copy is over; None: it must be held until then.
-    """
-
-    source: Tensor | None
-    owner: torch.Stream | None
-
-    def let_go(self) -> None:
-        super().let_go()
-        self.source = None
+        self.held, self.source = (), None
 
 
 class _Flights:
@@ -85,14 +78,23 @@ class _Flights:
                 if not self.queue or not self.queue[0].event.query():
                     return
                 flight = self.queue.popleft()
-            self._tell(flight)
+            # The end is now, when it is noticed, which may be later than the copy's own end.
+            what, end_s = flight.ticket.what, time.perf_counter()
+            self.metrics.event(Event(self.row, what, flight.begin_s, end_s, flight.nbytes))
             flight.let_go()
             flight.ticket.finish(flight.result)
 
-    def _tell(self, flight: _InFlightCopy) -> None:
-        # The end is when `settle` noticed it, which may be later than the copy's own end.
-        what, end_s = flight.ticket.what, time.perf_counter()
-        self.metrics.event(Event(self.row, what, flight.begin_s, end_s, flight.nbytes))
+    def land(self, flight: _InFlightCopy, timeout_s: float | None) -> None:
+        """Block until the copy is over, or `timeout_s` has passed; then end the tickets of the
+        copies that are over. A device error ends this copy's ticket with that error.
+        """
+        try:
+            with self.metrics.span("device copy"):
+                _wait_for(flight.event, timeout_s)
+        except Exception as error:  # a device error, such as a failed kernel before the copy
+            self.fail(flight, error)
+            return
+        self.settle()
 
     def fail(self, flight: _InFlightCopy, error: Exception) -> None:
         """End one ticket with the device's error, unless another thread has ended it."""
@@ -212,7 +214,7 @@ class DeviceTransfer:
             with on(self._up):
                 target.copy_(host, non_blocking=asynchronous)
             event, nbytes = self._up.record_event(), host.nbytes
-            flight = _InFlightCopy(event, Ticket(what), result, held, nbytes=nbytes)
+            flight = _InFlightCopy(event, Ticket(what), result, held, nbytes)
             note(flight.event)
             self._follow(flights, flight)
         self.metrics.count("host_to_device_bytes", host.nbytes)
@@ -302,7 +304,7 @@ class DeviceTransfer:
         with on(self._down):
             host.detach().copy_(source, non_blocking=asynchronous)
         event = self._down.record_event()
-        flight = _Download(event, Ticket(what), host, (host,), source, owner, nbytes=host.nbytes)
+        flight = _InFlightCopy(event, Ticket(what), host, (host,), host.nbytes, source, owner)
         self._follow(self._downward, flight)
         return flight.ticket
 
@@ -331,9 +333,9 @@ class DeviceTransfer:
         """Queue the copy, so that its ticket ends when it is over. The caller holds the lock of the
         flights.
         """
-        spent, lander = _Waiting(flights, flight, self.metrics), self._lander
-        flight.ticket.land = spent.land
-        flight.ticket.urge = lambda: lander.take(spent)
+        lander = self._lander
+        flight.ticket.land = partial(flights.land, flight)
+        flight.ticket.urge = lambda: lander.take(partial(flights.land, flight, None))
         flights.queue.append(flight)
 
     def poll(self) -> None:
@@ -379,34 +381,13 @@ class DeviceTransfer:
         return False
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A wait for one copy in flight."""
-
-    flights: _Flights
-    flight: _InFlightCopy
-    metrics: Metrics
-
-    def land(self, timeout_s: float | None) -> None:
-        """Block until the copy is over, or `timeout_s` has passed; then end the tickets of the
-        copies that are over. A device error ends this copy's ticket with that error.
-        """
-        try:
-            with self.metrics.span("device copy"):
-                self._wait(timeout_s)
-        except Exception as error:  # a device error, such as a failed kernel before the copy
-            self.flights.fail(self.flight, error)
+def _wait_for(event: torch.Event, timeout_s: float | None) -> None:
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    while deadline_s is not None and not event.query():
+        if time.monotonic() >= deadline_s:
             return
-        self.flights.settle()
-
-    def _wait(self, timeout_s: float | None) -> None:
-        event = self.flight.event
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while deadline_s is not None and not event.query():
-            if time.monotonic() >= deadline_s:
-                return
-            time.sleep(_LOOK_AGAIN_S)
-        event.synchronize()  # even if it has passed: this call raises the device's errors
+        time.sleep(_LOOK_AGAIN_S)
+    event.synchronize()  # even if it has passed: this call raises the device's errors
 
 
 class _Lander:
@@ -417,11 +398,11 @@ class _Lander:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._queue: _Landings = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
 
-    def take(self, waiting: _Waiting) -> None:
+    def take(self, land: Callable[[], None]) -> None:
         with self._lock:
             if not self._started:
                 self._started = True
@@ -430,14 +411,14 @@ class _Lander:
                 )
                 thread.start()
                 weakref.finalize(self, self._queue.put, None)
-        self._queue.put(waiting)
+        self._queue.put(land)
 
 
-def _land_all(waits: queue.SimpleQueue[_Waiting | None], device: torch.device) -> None:
+def _land_all(landings: _Landings, device: torch.device) -> None:
     torch.accelerator.set_device_index(device.index)  # see DeviceTransfer.take_thread
-    while (waiting := waits.get()) is not None:
-        waiting.land(None)
-        del waiting  # it holds the flight's memory
+    while (land := landings.get()) is not None:
+        land()
+        del land  # it holds the flight's memory
 
 
 def _at(tensor: Tensor, address: int) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from offload.core.errors import StateError
 from offload.core.ticket import Ticket
-from offload.device.checks import check_copy
+from offload.device.streams import check_copy
 
 
 class HostBuffer:

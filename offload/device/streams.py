@@ -1,4 +1,5 @@
-"""The streams of transfers, which the next transfer uses again when one has ended.
+"""The streams of transfers, which the next transfer uses again when one has ended, and what a copy
+on them must be.
 
 A device has few streams (CUDA: a pool of 32, assigned in turn), so that a program that makes and
 ends many transfers would get the same stream twice. Also, the allocator keeps memory freed on a
@@ -12,6 +13,9 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
+from offload.core.errors import ConfigError
 
 
 class Streams:
@@ -57,3 +61,29 @@ def _take_back(streams: Streams) -> None:
 def forget() -> None:
     """Drop the idle streams, so that the next transfers make new ones."""
     _IDLE.clear()
+
+
+def on(stream: torch.Stream) -> torch.Stream:
+    """Return `stream` as a new object to enter with `with`. torch keeps the stream and device to
+    restore in the object, so that two threads that enter the same one would restore each other's.
+    """
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
+def check_copy(host: Tensor, device: Tensor, what: str) -> None:
+    """Check that a copy between the two moves plain bytes; only such a copy can run asynchronously.
+    Raises `ConfigError`.
+    """
+    if host.dtype != device.dtype or host.shape != device.shape:
+        raise ConfigError(
+            f"{what}: expected the same shape and dtype on both sides, got "
+            f"{tuple(host.shape)} {host.dtype} on the host, {tuple(device.shape)} {device.dtype} "
+            "on the device"
+        )
+    for side, tensor in (("host", host), ("device", device)):
+        if not tensor.is_contiguous():
+            raise ConfigError(f"{what}: expected a contiguous {side} tensor")

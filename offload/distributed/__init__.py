@@ -11,6 +11,7 @@ from offload.distributed.consensus import (
 )
 from offload.distributed.group import (
     Connections,
+    DeviceLink,
     Members,
     connections_of,
     deadline_of,
@@ -21,7 +22,6 @@ from offload.distributed.group import (
     name_for,
     place_of,
 )
-from offload.distributed.link import DeviceLink
 from offload.distributed.placing import (
     DTensorPlacement,
     Rows,

@@ -2,15 +2,20 @@
 
 `prepare`, `wrap`, steps, saves and loads all use it. Each rank does its part and says how that went
 over an `Exchange`: connections of a process group, or a side channel. If one rank has failed, all
-raise: that rank its own error, the others one that names the rank.
+raise: that rank its own error, the others one that names the rank. Before a collective each rank
+sends a `Header`, so that ranks out of step find out.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from offload.core.errors import ConfigError, OffloadError, StateError, kind_of
 from offload.core.metrics import Metrics
@@ -124,3 +129,46 @@ def told_checksum(checksum: int) -> str:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+HEADER_BYTES = 192
+GATHER, REDUCE, EXCHANGE, FAILED = range(4)
+DOING = ("gathers", "reduces", "exchanges", "has failed before")
+_FIELDS = struct.Struct("<BIQ")  # kind, number, bytes
+_TEXT_BYTES = HEADER_BYTES - _FIELDS.size
+
+
+class Header(NamedTuple):
+    """The announcement of a rank's next act: its kind, its number in the order of acts, the bytes
+    of this rank's part, and a text for messages.
+    """
+
+    kind: int
+    number: int
+    nbytes: int
+    what: str
+
+    @staticmethod
+    def fitting(what: str) -> str:
+        """Cut a text to what a header holds; the limit is in bytes, not in letters."""
+        return what.encode()[:_TEXT_BYTES].decode(errors="ignore")
+
+    def packed(self) -> Tensor:
+        packed = (
+            _FIELDS.pack(self.kind, self.number, self.nbytes) + self.what.encode()[:_TEXT_BYTES]
+        )
+        return torch.frombuffer(bytearray(packed.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, packed: Tensor) -> Header:
+        data = packed.numpy().tobytes()
+        text = data[_FIELDS.size :].rstrip(b"\0").decode(errors="replace")
+        kind, number, nbytes = _FIELDS.unpack_from(data)
+        return cls(kind, number, nbytes, text)
+
+    def matches(self, other: Header) -> bool:
+        same = (self.kind, self.number, self.what) == (other.kind, other.number, other.what)
+        return same and (self.nbytes == other.nbytes or self.kind == EXCHANGE)
+
+    def __str__(self) -> str:
+        return f"{DOING[self.kind]} {self.what} ({self.nbytes} bytes, act {self.number})"

@@ -1,4 +1,9 @@
-"""DTensors: the local part that this rank holds, and the placement of the other ranks' parts."""
+"""The parts of tensors that ranks hold: the placement of DTensors, and the partition of a block of
+bytes into equal shards.
+
+Shards begin at multiples of 64 bytes: a shard of an aligned block is aligned, and no element lies
+in two. All shards have the same size; the last ones may be padding, in part or whole.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.core.errors import ConfigError, StateError
+
+ALIGN_BYTES = 64
 
 
 def is_sharded(tensor: object) -> bool:
@@ -179,3 +186,43 @@ def rows_of(name: str, tensor: Any) -> Rows:
         return Rows(0, 0, False) if where is None else Rows(0, 1, not any(where))
     copies = [at for at, each in zip(where, placements, strict=True) if each.is_replicate()]
     return Rows(offset[0], offset[0] + shape[0], not any(copies))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition of a block of `nbytes` over `count` ranks."""
+
+    nbytes: int
+    count: int
+
+    def __post_init__(self) -> None:
+        assert self.nbytes >= 0 and self.count >= 1, self
+
+    @property
+    def shard_bytes(self) -> int:
+        """The bytes of each rank's shard, padding included."""
+        each = -(-self.nbytes // self.count)
+        return -(-each // ALIGN_BYTES) * ALIGN_BYTES
+
+    @property
+    def padded_bytes(self) -> int:
+        """The bytes of all shards together."""
+        return self.shard_bytes * self.count
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the bytes [begin, end) of the block in a rank's shard; an empty range at the end
+        of the block if the shard is all padding.
+        """
+        assert 0 <= rank < self.count, (rank, self)
+        begin = min(rank * self.shard_bytes, self.nbytes)
+        return begin, min(begin + self.shard_bytes, self.nbytes)
+
+    def own(self, rank: int, begin: int, numel: int, itemsize: int) -> tuple[int, int]:
+        """Return the elements [first, end) in a rank's shard, of a parameter of `numel` elements
+        that begins at byte `begin` of the block; (0, 0) if it has none.
+        """
+        assert begin % itemsize == 0, (begin, itemsize)
+        low, high = self.span(rank)
+        first = max(0, -(-(low - begin) // itemsize))
+        end = min(numel, -(-(high - begin) // itemsize))
+        return (first, end) if first < end else (0, 0)

@@ -32,17 +32,27 @@ from offload.core.host_facts import ROOT, read_text
 from offload.core.log import LOG
 from offload.core.node_share import take_share
 from offload.core.ticket import Ticket
-from offload.distributed.consensus import by_consensus, check_alike
+from offload.distributed.consensus import (
+    DOING,
+    EXCHANGE,
+    FAILED,
+    GATHER,
+    HEADER_BYTES,
+    REDUCE,
+    Header,
+    by_consensus,
+    check_alike,
+)
 from offload.distributed.group import (
     Connections,
+    DeviceLink,
     Members,
+    backend_of,
     connections_of,
     deadline_of,
     name_for,
     place_of,
 )
-from offload.distributed.header import DOING, EXCHANGE, FAILED, GATHER, HEADER_BYTES, REDUCE, Header
-from offload.distributed.link import DeviceLink, backend_of
 from offload.distributed.worker import Worker
 
 T = TypeVar("T")
@@ -128,7 +138,7 @@ class Ranks:
         `own` may be this rank's part of `whole`. after: ends when `own` has its values.
         """
         _check_bytes(whole, own, self.count, what)
-        act = lambda: self._gather(_flat(whole), _flat(own))  # noqa: E731
+        act = lambda _: self._gather(_flat(whole), _flat(own))  # noqa: E731
         return self._start(GATHER, own.nbytes, what, act, after)
 
     def reduce_scatter(
@@ -143,7 +153,7 @@ class Ranks:
             raise ConfigError(
                 f"{what}: expected floats of one type, got {own.dtype}, {whole.dtype}"
             )
-        act = lambda: self._reduce(own.view(-1), whole.view(-1))  # noqa: E731
+        act = lambda _: self._reduce(own.view(-1), whole.view(-1))  # noqa: E731
         return self._start(REDUCE, own.nbytes, what, act, after)
 
     def gather_by(
@@ -160,8 +170,10 @@ class Ranks:
         """Run `act`, the reduce-scatter of a `DeviceLink`, in the same way as `gather_by`."""
         return self._start(REDUCE, nbytes, what, self._counted("reduce", nbytes, act), after)
 
-    def _counted(self, kind: str, nbytes: int, act: Callable[[], T]) -> Callable[[], T]:
-        def act_and_count() -> T:
+    def _counted(
+        self, kind: str, nbytes: int, act: Callable[[], T]
+    ) -> Callable[[Sequence[Header]], T]:
+        def act_and_count(_: Sequence[Header]) -> T:
             try:
                 result = act()
             except RuntimeError as error:
@@ -192,9 +204,15 @@ class Ranks:
         found: list[Any] = []
 
         def act(headers: Sequence[Header]) -> None:
-            found.extend(self._exchange(data, [header.nbytes for header in headers]))
+            most = max(1, *(header.nbytes for header in headers))
+            mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+            each = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in headers]
+            self._finish([self._connections.gather(each, mine, self.deadline_s)], each)
+            self.sent_bytes["control"] += (self.count - 1) * most
+            for one, header in zip(each, headers, strict=True):
+                found.append(one.numpy().tobytes()[: header.nbytes])
 
-        self._start_with_headers(EXCHANGE, len(data), what, act, None, deadline_s).wait()
+        self._start(EXCHANGE, len(data), what, act, deadline_s=deadline_s).wait()
         return [json.loads(one) for one in found]
 
     def sum(self, values: Sequence[float], what: str) -> list[float]:
@@ -231,20 +249,11 @@ class Ranks:
         kind: int,
         nbytes: int,
         what: str,
-        act: Callable[[], T],
-        after: Ticket[Any] | None,
-    ) -> Ticket[T]:
-        return self._start_with_headers(kind, nbytes, what, lambda _: act(), after, None)
-
-    def _start_with_headers(
-        self,
-        kind: int,
-        nbytes: int,
-        what: str,
         act: Callable[[Sequence[Header]], T],
-        after: Ticket[Any] | None,
-        deadline_s: float | None,
+        after: Ticket[Any] | None = None,
+        deadline_s: float | None = None,
     ) -> Ticket[T]:
+        """Queue an act; it is called with the headers of all ranks once they agree."""
         ticket: Ticket[T] = Ticket(f"{DOING[kind]} {what} over {self.count} ranks")
         with self._lock:
             if self._is_closed:
@@ -343,7 +352,7 @@ class Ranks:
         nbytes = own.nbytes
         parts = [whole[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.count)]
         if nbytes:
-            works = [self._receive(parts[rank], rank) for rank in self._others()]
+            works = [self._connections.receive(parts[rank], rank) for rank in self._others()]
             works += [self._send(own, rank, "gather") for rank in self._others()]
             if parts[self.rank].data_ptr() != own.data_ptr():
                 parts[self.rank].copy_(own)
@@ -370,7 +379,7 @@ class Ranks:
             whole[self.rank * numel + begin : self.rank * numel + end] if rank == self.rank else one
             for rank, one in enumerate(places)
         ]
-        works = [self._receive(mine[rank], rank) for rank in self._others()]
+        works = [self._connections.receive(mine[rank], rank) for rank in self._others()]
         for rank in self._others():
             part = whole[rank * numel + begin : rank * numel + end]
             works.append(self._send(part, rank, "reduce"))
@@ -397,20 +406,9 @@ class Ranks:
         assert total is not None
         own[slice(*span)].copy_(total)
 
-    def _exchange(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        most = max(1, *lengths)
-        mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-        found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(self.count)]
-        self._finish([self._connections.gather(found, mine, self.deadline_s)], found)
-        self.sent_bytes["control"] += (self.count - 1) * most
-        return [one.numpy().tobytes()[:n] for one, n in zip(found, lengths, strict=True)]
-
     def _send(self, part: Tensor, rank: int, kind: str) -> Any:
         self.sent_bytes[kind] += part.nbytes
         return self._connections.send(part, rank)
-
-    def _receive(self, part: Tensor, rank: int) -> Any:
-        return self._connections.receive(part, rank)
 
 
 def _hang_up(connections: Connections, unsettled: Sequence[object]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offload.core.config import Config
 from offload.core.errors import ConfigError
-from offload.distributed.partition import ALIGN_BYTES, Partition
+from offload.distributed.placing import ALIGN_BYTES, Partition
 from offload.optim.recipe import Record
 from offload.planning.state_plan import RankShare
 

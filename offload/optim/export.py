@@ -25,8 +25,7 @@ from offload.optim.source import FieldPart, KeptField, own_range
 from offload.planning.layout import ELEMENT_BYTES, MASTER, Chunk
 from offload.storage.disk import DiskStore
 from offload.storage.files import BLOCK_BYTES
-from offload.storage.handout import Handout, Refusal, allow_memory
-from offload.storage.outgoing import InMemory, Outgoing
+from offload.storage.handout import Handout, InMemory, Outgoing, Refusal, allow_memory
 
 _PIECE_NUMEL = 1 << 20  # elements of kept state that are stored and read at once
 States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps it

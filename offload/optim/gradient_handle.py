@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError
-from offload.core.holders import holders
-from offload.core.refusing_tensor import RefusingTensor, found_in, harmless
+from offload.core.tensors import RefusingTensor, found_in, harmless, holders
 from offload.distributed import local_of, placing_of
 from offload.optim.flat import in_order_of
 from offload.optim.gradient_source import Gradient, GradientEdit, GradientSource

@@ -20,7 +20,7 @@ import torch
 from offload.core.errors import OffloadError, StateError
 from offload.core.locks import steadfast, uninterrupted
 from offload.core.log import LOG
-from offload.core.modes import outside_inference_mode
+from offload.core.tensors import outside_inference_mode
 from offload.optim.consistency import LOAD
 from offload.optim.session import Session
 

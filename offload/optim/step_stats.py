@@ -16,8 +16,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from offload.core.metrics import NOTHING, Metrics, MetricsSnapshot
-from offload.core.step_fact import IN_MODEL, IN_STEP, StepFact
-from offload.core.timeline import DISK_READS, DISK_WRITES, Decoded, Event, NumberLog, busy_s
+from offload.core.timeline import (
+    DISK_READS,
+    DISK_WRITES,
+    IN_MODEL,
+    IN_STEP,
+    Decoded,
+    Event,
+    NumberLog,
+    StepFact,
+    busy_s,
+)
 from offload.planning.state_plan import UNKNOWN, Speeds
 
 MOST_STEPS = 4096  # that the log holds

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.errors import CapacityError, StateError
-from offload.core.holders import holders
 from offload.core.metrics import Metrics
+from offload.core.tensors import holders
 from offload.core.ticket import Ticket
 
 LEAST_BYTES = 64 << 10  # smaller storages stay in memory

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offload.core.ticket import Ticket
-from offload.distributed.partition import Partition
+from offload.distributed.placing import Partition
 from offload.params.placeholder import restore
 from offload.planning.unit import Member, Unit
 

@@ -18,7 +18,7 @@ from offload.core.metrics import Metrics
 from offload.params.block import Block
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
-from offload.storage.weight_blocks import WeightBlock
+from offload.storage.weights import WeightBlock
 
 KEY = "parameters "  # how the names of blocks begin in a store
 

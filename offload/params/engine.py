@@ -22,8 +22,8 @@ from offload.core.errors import StateError
 from offload.core.heap import HEAP
 from offload.core.locks import uninterrupted
 from offload.core.metrics import Metrics
-from offload.core.modes import entered_outside, outside_inference_mode
 from offload.core.pool import Pool
+from offload.core.tensors import entered_outside, outside_inference_mode
 from offload.params.activations import Activations, KeptTensor, PackedTensor
 from offload.params.block import Reference
 from offload.params.device_tier import DeviceTier
@@ -41,7 +41,7 @@ from offload.params.start import PreparedModelStart
 from offload.params.trace import Phase
 from offload.planning.unit import Unit, enclosing
 from offload.storage.disk import DiskStore
-from offload.storage.outgoing import Outgoing, in_memory
+from offload.storage.handout import Outgoing, in_memory
 
 
 class _Casts:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.core.budget import HOST
-from offload.core.holders import holders
+from offload.core.tensors import holders
 from offload.core.ticket import Ticket
 from offload.distributed import Ranks
 

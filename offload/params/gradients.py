@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError, StateError
-from offload.core.holders import has_grad_to_itself, holders
 from offload.core.locks import steadfast
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
+from offload.core.tensors import has_grad_to_itself, holders
 from offload.core.ticket import Ticket
 from offload.device import DeviceTransfer
 from offload.optim.gradient_handle import GradientHandle
@@ -39,7 +39,7 @@ from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
 from offload.params.spilled_gradient import SpilledGradientValues
 from offload.storage.disk import DiskStore
-from offload.storage.outgoing import Outgoing
+from offload.storage.handout import Outgoing
 
 STAGING_PLACES = 3
 STAGING_MOST_BYTES = 32 << 20  # of one staging buffer; a larger gradient passes in parts

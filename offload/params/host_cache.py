@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import CapacityError, OffloadError
-from offload.core.holders import holders
 from offload.core.locks import nap
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
+from offload.core.tensors import holders
 from offload.params.block import Block, Presence, pin, pinned
 from offload.params.block_store import BlockStore
 from offload.params.external_edits import ExternalEdits

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from offload.core.errors import ConfigError, OffloadError, StateError
 from offload.core.metrics import Metrics
-from offload.core.modes import outside_inference_mode
+from offload.core.tensors import outside_inference_mode
 from offload.optim.consistency import clear_frames
 from offload.params.hooks import Interception, intercept
 from offload.params.residency import Residency
 from offload.planning.unit import Unit
 from offload.storage.files import BLOCK_BYTES
-from offload.storage.handout import Handout
-from offload.storage.outgoing import Outgoing
+from offload.storage.handout import Handout, Outgoing
 
 
 class ReplacedModelMethods:

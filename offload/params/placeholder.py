@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.errors import StateError
-from offload.core.refusing_tensor import RefusingTensor, found_in, harmless, name_of_function
+from offload.core.tensors import RefusingTensor, found_in, harmless, name_of_function
 
 _OWNER = "_offload_owner"
 _VALUES = "_offload_values_class"  # the parameter's class while its values are resident

@@ -41,7 +41,7 @@ from offload.params.residency import Device
 from offload.params.trace import Trace
 from offload.storage.disk import DiskStore
 from offload.storage.growing import GrowingStore
-from offload.storage.outgoing import Outgoing
+from offload.storage.handout import Outgoing
 
 T = TypeVar("T")
 _PREPARED = "_offload_prepared"

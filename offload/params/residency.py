@@ -32,8 +32,8 @@ from offload.params.prefetch_depth import PrefetchDepth
 from offload.params.trace import Phase, Trace
 from offload.planning.unit import Member, Unit, UnitSizes
 from offload.storage.disk import DiskStore
-from offload.storage.outgoing import InMemory, Outgoing
-from offload.storage.weight_blocks import WeightBlock
+from offload.storage.handout import InMemory, Outgoing
+from offload.storage.weights import WeightBlock
 
 
 @dataclass(frozen=True)

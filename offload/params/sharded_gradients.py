@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
-from offload.core.refusing_tensor import found_in, name_of_function
+from offload.core.tensors import found_in, name_of_function
 from offload.distributed import Ranks
 from offload.optim.gradient_handle import Answers, GradientHandle, answers_for
 from offload.optim.gradient_source import Gradient, GradientEdit
@@ -28,7 +28,7 @@ from offload.params.gradients import check_like
 from offload.params.mean_gradients import MeanGradients
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.unit_sum import UnitSum, part_of
-from offload.storage.outgoing import Outgoing
+from offload.storage.handout import Outgoing
 
 NO_SCALER = (
     "cannot be used with a model that is shared out over ranks: each has a slice of the gradients; "

@@ -35,7 +35,7 @@ from offload.optim.gradient_handle import GradientHandle
 from offload.optim.gradient_source import GradientSource
 from offload.planning.layout import Chunk
 from offload.storage.disk import DiskStore
-from offload.storage.outgoing import Outgoing
+from offload.storage.handout import Outgoing
 
 _WRITING = "gradient write"  # name of the wait in metrics
 _PAGE = 4096

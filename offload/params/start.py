@@ -27,8 +27,7 @@ from offload.params.placeholder import is_offloaded, make_placeholder, restore
 from offload.params.residency import Residency
 from offload.planning.unit import Member, Unit
 from offload.storage.disk import DiskStore
-from offload.storage.weight_blocks import FileRange, WeightBlocks
-from offload.storage.weights import Weights
+from offload.storage.weights import FileRange, WeightBlocks, Weights
 
 _CAST_BYTES = 4 << 20  # size of the staging buffer for values that are cast to another type
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.core.errors import FormatError
-from offload.core.private_file import read_small, write_private
-from offload.storage.safetensors_file import parse_json
+from offload.core.portable import read_small, write_private
+from offload.core.strict_json import parse_json
 
 CONTEXTS = (8, 4, 2, 1)  # lengths of the runs that are looked up, longest first
 KEEP_TOKENS = 1 << 16  # length of the history; when it is full, half of it is dropped

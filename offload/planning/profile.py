@@ -24,9 +24,8 @@ from typing import Any
 from offload.core.config import ACTIVATIONS
 from offload.core.errors import ConfigError, FormatError
 from offload.core.host_facts import read_cpu, usable_cores
-from offload.core.private_file import read_small, write_private
-from offload.core.strict_json import parse_json, printable, shown
-from offload.core.typed import read_as
+from offload.core.portable import read_small, write_private
+from offload.core.strict_json import parse_json, printable, read_as, shown
 
 FORMAT = "offload profile"
 VERSION = 1

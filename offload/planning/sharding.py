@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.core.config import format_size
-from offload.distributed.partition import Partition
+from offload.distributed.placing import Partition
 from offload.planning.unit import Unit, UnitSizes, on_device_bytes
 
 DEPTH = 2  # gathered blocks ahead, by default: all ranks need the same number

@@ -23,11 +23,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.core.errors import ConfigError, FormatError, StoreError
-from offload.core.private_file import read_small, write_private
-from offload.core.step_fact import COMPUTING, IN_MODEL, IN_STEP, OTHER, StepFact
-from offload.core.strict_json import parse_json, printable
-from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
-from offload.core.typed import read_as
+from offload.core.portable import read_small, write_private
+from offload.core.strict_json import parse_json, printable, read_as
+from offload.core.timeline import (
+    COMPUTING,
+    DISK_READS,
+    DISK_WRITES,
+    IN_MODEL,
+    IN_STEP,
+    OTHER,
+    Event,
+    StepFact,
+    busy_s,
+)
 from offload.planning.profile import Tuning, TuningTarget
 
 if TYPE_CHECKING:  # they import torch, which the tuner does not need

@@ -1,5 +1,5 @@
-"""Tensors that one call returns to user code and that host memory has no room for: memory maps of
-one or a few unnamed files.
+"""Tensors that one call returns to user code: first written, then tensors. What finds no room in
+host memory is in memory maps of one or a few unnamed files.
 
 The kernel frees a file with the last tensor on it. Values are written by write calls, whose errors
 are typed, and synced before the tensors are returned; the map, one for all tensors of a file, is
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from offload.core.errors import StoreError
 from offload.core.host_facts import free_memory_bytes, read_memory
 from offload.core.metrics import Metrics
 from offload.storage.files import BLOCK_BYTES, System
-from offload.storage.outgoing import InMemory, Outgoing, in_order
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -319,3 +318,58 @@ def _refusal(operation: str, directory: Path, error: OSError) -> StoreError:
         operation=operation,
         file=os.fspath(directory),
     )
+
+
+@runtime_checkable
+class Outgoing(Protocol):
+    """A tensor that is written here and then returned to user code. One thread at a time."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The ordinary tensor for the user's code. Later writes show in it, too."""
+
+    def write(self, begin: int, values: Tensor) -> None:
+        """Write `values` to the elements from `begin` on, in memory order, rounded to the tensor's
+        dtype. values: flat, in host memory. Raises `StoreError`.
+        """
+
+    def fill(self, values: Tensor) -> None:
+        """Write all elements from `values`, a tensor of the same shape and any strides."""
+
+    def sync(self) -> None:
+        """Sync what was written to where it cannot be lost. Blocks. Raises `StoreError`."""
+
+
+class InMemory:
+    """An outgoing tensor in ordinary memory, the host's or a device's; the tensor is dense."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def write(self, begin: int, values: Tensor) -> None:
+        there = in_order(self.tensor, self.tensor.stride())[begin : begin + values.numel()]
+        there.copy_(values.to(self.tensor.dtype))  # rounded before an upload: the same bits
+
+    def fill(self, values: Tensor) -> None:
+        self.tensor.copy_(values)
+
+    def sync(self) -> None:
+        """Do nothing: memory needs no sync."""
+
+
+def in_memory(like: Tensor) -> Outgoing:
+    """Make an outgoing tensor in host memory with the shape and dtype of `like`."""
+    return InMemory(torch.empty_like(like, device="cpu"))
+
+
+def in_order(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return the elements flat, in the memory order of a dense tensor with these strides; a view
+    where `values` has them already.
+    """
+    values = values.detach()
+    if values.stride() != stride:
+        there = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+        values = there.copy_(values)
+    if values.is_contiguous():
+        return values.view(-1)
+    return values.as_strided((values.numel(),), (1,))

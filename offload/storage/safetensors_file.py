@@ -18,12 +18,9 @@ from typing import Any
 import torch
 
 from offload.core.errors import FormatError, StoreError
-from offload.core.format_limits import MOST_HEADER_BYTES
 from offload.core.portable import close_fds, refused
 from offload.storage.direct_file import DirectFile
-from offload.storage.safetensors_header import LENGTH_BYTES, parse_header, parse_json, parse_length
-
-__all__ = ["DTYPES", "MOST_HEADER_BYTES", "Entry", "SafetensorsFile", "parse_json"]
+from offload.storage.safetensors_header import LENGTH_BYTES, parse_header, parse_length
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

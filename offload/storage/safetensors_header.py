@@ -20,42 +20,19 @@ from offload.core.errors import FormatError
 from offload.core.format_limits import MOST_DIMS, MOST_HEADER_BYTES, MOST_NUMBER
 from offload.core.strict_json import parse_json, shown
 
-__all__ = [
-    "LENGTH_BYTES",
-    "SHARD_METADATA",
-    "SIZES",
-    "TensorPlace",
-    "TensorSpec",
-    "build_header",
-    "parse_header",
-    "parse_json",
-    "parse_length",
-]
-
 LENGTH_BYTES: Final = 8
 METADATA: Final = "__metadata__"
 # The metadata of every shard of a checkpoint. Hugging Face's readers require it.
 SHARD_METADATA: Final[Mapping[str, str]] = MappingProxyType({"format": "pt"})
+_BY_SIZE: Final = {
+    1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"),
+    2: ("U16", "I16", "F16", "BF16"),
+    4: ("U32", "I32", "F32"),
+    8: ("U64", "I64", "F64", "C64"),
+}
 # Bytes of an element, by the name of its type.
 SIZES: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "BOOL": 1,
-        "U8": 1,
-        "I8": 1,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "U16": 2,
-        "I16": 2,
-        "F16": 2,
-        "BF16": 2,
-        "U32": 4,
-        "I32": 4,
-        "F32": 4,
-        "U64": 8,
-        "I64": 8,
-        "F64": 8,
-        "C64": 8,
-    }
+    {name: nbytes for nbytes, names in _BY_SIZE.items() for name in names}
 )
 
 

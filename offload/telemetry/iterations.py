@@ -17,7 +17,7 @@ from itertools import islice
 from statistics import median
 from typing import Any, Final
 
-from offload.core.step_fact import COMPUTING, IN_STEP, OTHER, StepFact
+from offload.core.timeline import COMPUTING, IN_STEP, OTHER, StepFact
 
 OUTSIDE: Final = "outside"  # of step(): forward, backward, and all that the loop does
 _LONG: Final = 3  # times the median

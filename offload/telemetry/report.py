@@ -15,8 +15,7 @@ import torch
 from offload.core.config import format_size
 from offload.core.errors import ConfigError
 from offload.core.metrics import MOST_EVENTS, MetricsSnapshot, Sample
-from offload.core.step_fact import IN_MODEL, IN_STEP, OTHER, StepFact
-from offload.core.timeline import Event, whole_steps
+from offload.core.timeline import IN_MODEL, IN_STEP, OTHER, Event, StepFact, whole_steps
 from offload.params.trace import Trace
 from offload.planning.profile import this_machine
 from offload.planning.state_plan import Plan, RankShare, Speeds

@@ -14,7 +14,7 @@ from offload.core.budget import HOST
 from offload.core.errors import ConfigError
 from offload.core.heap import HEAP
 from offload.core.metrics import Metrics
-from offload.core.step_fact import StepFact
+from offload.core.timeline import StepFact
 from offload.optim import Session, is_wrapped
 from offload.optim.step_stats import StepStats
 from offload.params.prepared import Prepared, prepared_of

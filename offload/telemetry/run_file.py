@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.core.errors import FormatError
-from offload.core.private_file import read_small, write_private
-from offload.core.step_fact import StepFact
-from offload.core.strict_json import parse_json, printable, shown
-from offload.core.timeline import ROWS, Event, to_chrome
-from offload.core.typed import read_as
+from offload.core.portable import read_small, write_private
+from offload.core.strict_json import parse_json, printable, read_as, shown
+from offload.core.timeline import ROWS, Event, StepFact, to_chrome
 from offload.planning.layout import ParamSpec
 
 KEY = "offload"

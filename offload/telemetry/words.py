@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from offload.core.step_fact import IN_MODEL
+from offload.core.timeline import IN_MODEL
 from offload.telemetry.iterations import OUTSIDE, IterationSummary, is_wait
 
 UNKNOWN: Final = "–"  # noqa: RUF001 # a dash, as tables have it

@@ -230,13 +230,13 @@ def test_chains_and_groups_end_without_blocking_who_ends_them(
     fake: DeviceModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that follows something else is not waited for in the thread that ended that."""
-    landed_in, land = [], device._Waiting.land
+    landed_in, land = [], device._Flights.land
 
-    def spy(waiting: Any, timeout_s: float | None) -> None:
+    def spy(flights: Any, flight: Any, timeout_s: float | None) -> None:
         landed_in.append(threading.current_thread())
-        land(waiting, timeout_s)
+        land(flights, flight, timeout_s)
 
-    monkeypatch.setattr(device._Waiting, "land", spy)
+    monkeypatch.setattr(device._Flights, "land", spy)
     with bench(device) as b:
         source = torch.arange(64.0, device="fake") * 2
         start: Ticket[None] = Ticket("from elsewhere")

@@ -33,7 +33,7 @@ from offload.distributed import (
     ranks_of,
     side_channel,
 )
-from offload.distributed.partition import Partition
+from offload.distributed.placing import Partition
 from offload.planning.limits import host_bytes
 
 pytestmark = pytest.mark.ranks

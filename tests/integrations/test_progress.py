@@ -20,7 +20,7 @@ from torch import nn
 
 import offload
 from offload.core.errors import StateError
-from offload.core.step_fact import StepFact
+from offload.core.timeline import StepFact
 from offload.integrations import progress_line, screen
 from offload.integrations.progress_line import Progress, count_tokens
 from offload.integrations.screen import fit

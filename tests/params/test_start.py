@@ -29,8 +29,7 @@ from offload.params.placeholder import is_offloaded
 from offload.params.prepared import Prepared, prepared_of
 from offload.params.residency import Residency
 from offload.planning import planner
-from offload.storage.weight_blocks import WeightBlock
-from offload.storage.weights import INDEX
+from offload.storage.weights import INDEX, WeightBlock
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 KI = 1 << 10

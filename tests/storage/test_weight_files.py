@@ -15,13 +15,13 @@ from support.bits import bits
 from torch import Tensor
 
 from offload.core.errors import ConfigError, CorruptionError, FormatError, StateError, StoreError
+from offload.core.format_limits import MOST_HEADER_BYTES
 from offload.core.metrics import Metrics
 from offload.storage import direct_file
 from offload.storage.choose import ENGINES, open_engine
 from offload.storage.engine import Fault, FaultKind
-from offload.storage.safetensors_file import DTYPES, MOST_HEADER_BYTES, SafetensorsFile
-from offload.storage.weight_blocks import FileRange, WeightBlock, WeightBlocks
-from offload.storage.weights import INDEX, SINGLE, Weights
+from offload.storage.safetensors_file import DTYPES, SafetensorsFile
+from offload.storage.weights import INDEX, SINGLE, FileRange, WeightBlock, WeightBlocks, Weights
 
 pytestmark = pytest.mark.timeout(60)
 

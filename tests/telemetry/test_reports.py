@@ -25,7 +25,6 @@ from offload.core.budget import Budget
 from offload.core.heap import HEAP
 from offload.core.host_facts import Memory
 from offload.core.metrics import MOST_EVENTS, Metrics
-from offload.core.step_fact import StepFact
 from offload.core.timeline import (
     DISK_READS,
     DISK_WRITES,
@@ -33,6 +32,7 @@ from offload.core.timeline import (
     UPDATE,
     WAITING,
     Event,
+    StepFact,
     busy_s,
     in_turn,
     to_chrome,

@@ -16,17 +16,21 @@ import pytest
 from jinja2 import TemplateAssertionError, UndefinedError
 
 from offload.core.errors import ConfigError, FormatError
-from offload.core.step_fact import COMPUTING, IN_MODEL, IN_STEP, OTHER, StepFact
 from offload.core.timeline import (
     COMPUTE,
+    COMPUTING,
     DISK_READS,
     DISK_WRITES,
+    IN_MODEL,
+    IN_STEP,
+    OTHER,
     ROWS,
     STEP,
     TO_DEVICE,
     UPDATE,
     WAITING,
     Event,
+    StepFact,
 )
 from offload.telemetry import run_file
 from offload.telemetry.iterations import is_wait, iterations_of

@@ -199,7 +199,7 @@ def test_without_an_order_nothing_is_told(tmp_path: Path, own_budget: Any) -> No
 FAKE = """
 import dataclasses, json, os, sys, time
 from pathlib import Path
-from offload.core.private_file import write_private
+from offload.core.portable import write_private
 from offload.planning.profile import Tuning
 from offload.planning.profile import TuningTarget
 from offload.planning.trial import TrialResult, load_order
@@ -397,7 +397,7 @@ def test_without_matplotlib_a_line_says_so(desk: Desk, monkeypatch: pytest.Monke
 WRITES = """
 import dataclasses, json, os, sys, time
 from pathlib import Path
-from offload.core.private_file import write_private
+from offload.core.portable import write_private
 from offload.planning.trial import TrialResult, load_order
 order = load_order(Path(os.environ["OFFLOAD_TRIAL"]))
 def write(steps, **changes):

@@ -12,8 +12,7 @@ from torch import nn
 
 import offload
 from offload.core.errors import FormatError
-from offload.core.step_fact import StepFact
-from offload.core.timeline import COMPUTE, DISK_READS, STEP, WAITING, Event
+from offload.core.timeline import COMPUTE, DISK_READS, STEP, WAITING, Event, StepFact
 from offload.telemetry import run_file
 from offload.telemetry.run_file import About, Run, UnitFact
 from offload.tools.forecast.workload import BACKWARD, EVALUATION, FORWARD, Workload, WorkloadUse

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from offload.core.config import format_size
 from offload.core.errors import ConfigError
-from offload.core.private_file import write_private
+from offload.core.portable import write_private
 from offload.core.strict_json import printable
 from offload.telemetry.run_file import Run, load
 from offload.telemetry.words import show_part, show_seconds, show_share

@@ -36,7 +36,8 @@ from offload.tools.forecast.machines import (
     with_drives,
 )
 from offload.tools.forecast.model_source import find_source
-from offload.tools.forecast.simulator import MODEL, STEP, Outcome, facts_of, plan_of, simulate_plan
+from offload.tools.forecast.simulation.training import MODEL, STEP
+from offload.tools.forecast.simulator import Outcome, facts_of, plan_of, simulate_plan
 from offload.tools.forecast.workload import Workload
 
 _GB = 10**9

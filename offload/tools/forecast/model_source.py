@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from offload.core.errors import ConfigError, FormatError
-from offload.core.private_file import read_small
+from offload.core.portable import read_small
 from offload.core.strict_json import parse_json, printable
 from offload.tools.forecast.model_shape import Shape, derive_shape, parse_count
 from offload.tools.forecast.synthetic_llama import StandIn

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from offload.core.errors import ConfigError
-from offload.core.step_fact import OTHER
+from offload.core.timeline import OTHER
 from offload.params.gradients import STAGING_MOST_BYTES, STAGING_PLACES
 from offload.planning.layout import ParamSpec, round_up
 from offload.planning.planner import Budgets, TrainingFacts

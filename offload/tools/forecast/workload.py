@@ -14,8 +14,16 @@ from itertools import pairwise
 from statistics import median
 
 from offload.core.errors import FormatError
-from offload.core.step_fact import StepFact
-from offload.core.timeline import COMPUTE, DISK_READS, DISK_WRITES, STEP, WAITING, Event, in_turn
+from offload.core.timeline import (
+    COMPUTE,
+    DISK_READS,
+    DISK_WRITES,
+    STEP,
+    WAITING,
+    Event,
+    StepFact,
+    in_turn,
+)
 from offload.telemetry.run_file import ParamFact, Run, UnitFact
 
 FORWARD, BACKWARD, EVALUATION = 0, 1, 2

@@ -18,12 +18,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
-from offload.core.step_fact import IN_STEP
 from offload.core.strict_json import printable
 from offload.core.timeline import (
     COMPUTE,
     DISK_READS,
     DISK_WRITES,
+    IN_STEP,
     STEP,
     TO_DEVICE,
     TO_HOST,

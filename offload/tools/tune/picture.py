@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload.core.private_file import write_private
+from offload.core.portable import write_private
 from offload.planning.profile import Tuning
 from offload.tools.tune.search import Measured, TunedTrial, spread_s
 

@@ -34,7 +34,8 @@ BY_HAND = [
     Fault(
         "a read's source free",
         becomes(
-            at("device.device", "DeviceTransfer._download").call("_Download").argument(5), "None"
+            at("device.device", "DeviceTransfer._download").call("_InFlightCopy").argument(6),
+            "None",
         ),
     ),
     Fault(

@@ -18,8 +18,7 @@ from itertools import count, takewhile
 
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
-from offload.core.step_fact import OTHER
-from offload.core.timeline import DISK_READS, DISK_WRITES, Event
+from offload.core.timeline import DISK_READS, DISK_WRITES, OTHER, Event
 from offload.planning.profile import Profile
 from offload.storage.engine import DEPTH, PIECE_BYTES, Priority
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
-from offload.device.gauge import DeviceReading
+from offload.device.accelerator import DeviceReading
 from offload.planning.profile import Profile
 from offload.planning.unit import on_device_bytes
 from offload.tools.forecast.simulation.clock import Clock

@@ -26,7 +26,7 @@ from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
 from offload.planning.training import TrainingPlan
 from offload.storage.disk import DiskStore
-from offload.storage.weight_blocks import WeightBlock
+from offload.storage.weights import WeightBlock
 from offload.tools.forecast.simulation.activations import VirtualActivations
 from offload.tools.forecast.simulation.clock import Clock, Drives, Rates, VirtualMetrics
 from offload.tools.forecast.simulation.device import VirtualDevice
