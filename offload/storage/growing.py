@@ -61,10 +61,6 @@ class GrowingStore:
     def used_bytes(self) -> int:
         return sum(store.stats().used_bytes for store in list(self._stores))
 
-    @property
-    def chunks(self) -> int:
-        return sum(store.stats().chunks for store in list(self._stores))
-
     def close(self) -> None:
         self._where.clear()
         while self._stores:

@@ -16,6 +16,7 @@ import torch
 from fake_accelerator import DeviceModule
 from support.bits import same_tensors
 from support.device.transfer_cases import register
+from support.stores import chunks_of
 from torch import Tensor, nn
 
 from offload.core.budget import Budget
@@ -159,7 +160,7 @@ def test_a_loss_that_is_dropped_leaves_nothing(fake: DeviceModule, tmp_path: Pat
         torch.accelerator.synchronize()
         made._take_in_ended()
         assert made._held_bytes == 0 and outside._store is not None
-        assert is_empty(outside) and outside._store.chunks == 0
+        assert is_empty(outside) and chunks_of(outside._store) == 0
         assert torch.accelerator.memory_allocated() == before
 
 

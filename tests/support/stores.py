@@ -25,6 +25,7 @@ from offload.storage.choose import ENGINES
 from offload.storage.contract import check_request
 from offload.storage.disk import DiskStore, _Operation
 from offload.storage.engine import Fault, FaultKind, Priority
+from offload.storage.growing import GrowingStore
 from offload.storage.space import Version
 
 __all__ = ["ENGINES"]
@@ -114,6 +115,10 @@ def _unpin(store: PinningStore, versions: list[Version]) -> None:
     with store._lock:
         for version in versions:
             store._table._let_go(version)
+
+
+def chunks_of(store: GrowingStore) -> int:
+    return sum(each.stats().chunks for each in list(store._stores))
 
 
 def sync(store: DiskStore) -> None:
