@@ -88,20 +88,21 @@ class Residency:
         """Keep the blocks of these units resident, all at once, while the block runs. This is not a
         use in the order of the model: the trace does not record it.
         """
-        needed = self._needed(units)
+        needed = self._own_blocks(units)
         with self.tier.pinned(needed):
             with self._lock:
                 self.tier.bring(needed, None, is_shown=True)
             yield
 
-    def _needed(self, units: Sequence[Unit]) -> list[Block]:
-        return [self.blocks[n] for n in sorted({n for unit in units for n in unit.needs})]
+    def _own_blocks(self, units: Sequence[Unit]) -> list[Block]:
+        """Return the blocks that these units own, not those that they only use."""
+        return [self.blocks[n] for n in sorted({unit.number for unit in units})]
 
     def exposed(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
         """Expose the parameters of these units, all at once, to the user's code, which may change
         them inside the `with`; take in its edits afterwards.
         """
-        return self.tier.exposed(self._needed(units))
+        return self.tier.exposed(self._own_blocks(units))
 
     def in_host(
         self, units: Sequence[Unit], only_looks: bool = False
@@ -109,7 +110,7 @@ class Residency:
         """Keep the parameters of these units, all at once, in host memory inside the `with`.
         only_looks: the caller does not change them.
         """
-        return self.tier.in_host(self._needed(units), only_looks)
+        return self.tier.in_host(self._own_blocks(units), only_looks)
 
     def reference_to(self, tensor: Tensor) -> Reference | None:
         """Return a reference to a tensor that lies in the memory of a block; None: it does not."""
