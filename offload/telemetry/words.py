@@ -60,7 +60,7 @@ def key_numbers(found: IterationSummary) -> list[tuple[str, str, str]]:
 
 def as_numbers(part: object, *names: str) -> dict[str, Any]:
     """Return the named attributes that are known, for a log; `waited_s` as `waited_seconds`."""
-    found = {re.sub(r"_s$", "_seconds", name): getattr(part, name) for name in names}
+    found = {re.sub(r"(?<!_per)_s$", "_seconds", name): getattr(part, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

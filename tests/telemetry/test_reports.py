@@ -398,7 +398,11 @@ def test_measured_speeds_predict_the_step(
     offload.wrap(made, **options, measure=True)
     told = steps(made, 2)
     assert told.plan.predicted_step_s and "predicted step()" in str(told)
-    assert told.to_dict()["predicted_step_seconds"] == told.plan.predicted_step_s
+    numbers = told.to_dict()
+    assert numbers["predicted_step_seconds"] == told.plan.predicted_step_s
+    # By these names the summary of iterations finds them.
+    assert numbers["speed/disk_bytes_per_s"] == told.speeds.disk_bytes_per_s
+    assert numbers["speed/update_bytes_per_s"] == told.speeds.update_bytes_per_s
     made.close()
 
 
