@@ -22,6 +22,12 @@ _WRITE = at("device.device", "DeviceTransfer.write").call("_upload")
 _WAIT_OF_OWNER = at("device.device", "DeviceTransfer._let_go_of_sources").call("wait_event")
 _BUSY = at("device.buffer", "DeviceBuffer.busy").returned()
 
+# One wait for copies of whole blocks and for those of slices among ranks: loops of both judge it.
+_UPDATED_TOO_EARLY = Fault(
+    "updated before the device has its copy",
+    dropped(at("params.host_cache", "HostCache.await_arrival").call("await_copy")),
+)
+
 # Faults of the transfer other than a missing wait.
 BY_HAND = [
     Fault("a fill's host memory free", dropped(_FILL.argument(6).element("host"))),
@@ -145,10 +151,7 @@ OF_MODELS = [
         "dropped too early",
         dropped(at("params.host_cache", "HostCache.evict").call("await_copy")),
     ),
-    Fault(
-        "updated before the device has its copy",
-        dropped(at("params.host_cache", "HostCache.await_arrival").call("await_copy")),
-    ),
+    _UPDATED_TOO_EARLY,
     Fault(
         "loaded before the device has its copy",
         dropped(at("params.device_tier", "DeviceTier._show").call("await_copy")),
@@ -202,13 +205,7 @@ OF_RANKS = [
         ),
         ("eager", 0),
     ),
-    (
-        Fault(
-            "updated before the device has its slice",
-            dropped(at("params.host_cache", "HostCache.await_arrival").call("await_copy")),
-        ),
-        ("eager", 0),
-    ),
+    (_UPDATED_TOO_EARLY, ("eager", 0)),
     (
         Fault(
             "a mean before it has come",
@@ -303,3 +300,4 @@ OF_TWO_STREAMS = [
 
 ALL = [*BY_HAND, *OF_MODELS, *(fault for fault, _ in OF_RANKS), *OF_STREAMS]
 ALL += [*OF_STAGE_1, *OF_STAGE_2, *OF_TWO_STREAMS]
+ALL = list(dict.fromkeys(ALL))
