@@ -40,6 +40,15 @@ class Shares:
     staging: int = 0  # part of `gradients`: buffers for spilled ones
     whole: int = 0  # for gathered blocks and whole gradients, where ranks have shards
 
+    def __str__(self) -> str:
+        text = f"host memory taken: {self.taken}"
+        if self.spilled:
+            text += (
+                f"\non disk for want of it: {len(self.spilled)} gradients, "
+                f"{format_size(self.gradients_on_disk)}"
+            )
+        return text
+
     @property
     def parts(self) -> dict[str, int]:
         """The bytes by their use; activations only where they are offloaded."""

@@ -284,7 +284,11 @@ OF_STAGE_2 = [
     Fault("gradients dropped before they were copied", becomes(_SEND.call("copy_"), _LATER)),
     Fault(
         "means used before they came",
-        becomes(at("core.in_flight", "InFlight.finish_oldest").call("_wait"), "act.ticket"),
+        # Of reductions alone: all-gathers wait in the same place, and fail otherwise.
+        becomes(
+            at("optim.reducer", "Reducer.__init__").call("InFlight").argument(1),
+            "lambda ticket: ticket",
+        ),
     ),
 ]
 OF_TWO_STREAMS = [
