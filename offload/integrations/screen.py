@@ -46,7 +46,7 @@ def _joined(parts: Sequence[LinePart]) -> str:
 
 class StatusLine:
     """A status line on an output. A terminal overwrites it; any other output gets a new line each
-    time. Lines that stay come above it. One thread uses it.
+    time. Lines that stay come above it. The end of a `with` block erases it. One thread uses it.
 
     out: None shows nothing. every_s, plain_every_s: the least time between two updates, on a
     terminal and elsewhere; infinite: no updates. plain_width: the most characters elsewhere.
@@ -111,6 +111,12 @@ class StatusLine:
         if self._shown_width:
             self._shown_width = 0
             self._write("\n")
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.erase()
 
     def _write(self, text: str) -> None:
         if self._out is None:

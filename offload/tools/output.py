@@ -9,15 +9,17 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from offload.core.config import format_size
 from offload.core.errors import OffloadError
 from offload.integrations.screen import StatusLine, encodable
 
+EXIT_PROBLEM: Final = 1  # the command has found one
+EXIT_ERROR: Final = 2  # it could not do its work
 TABLE_WIDTH = 100  # columns
 _BETWEEN = "  "
 
@@ -49,14 +51,12 @@ def results() -> Iterator[TextIO]:
         ) from error
 
 
-def print_json(told: object, indent: int | None = None) -> None:
-    """Print the one object of `--json` on stdout, without `indent` as one line."""
-    with results() as stream:
-        print(json.dumps(told, allow_nan=False, indent=indent), file=stream)
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on stdout; what it cannot encode, such as a path, as escapes."""
+def print_result(told: Mapping[str, object] | Sequence[str], indent: int | None = None) -> None:
+    """Print the result of a command on stdout: the one object of `--json`, without `indent` as one
+    line, or lines of text; what it cannot encode, such as a path, as escapes.
+    """
+    is_json = isinstance(told, Mapping)
+    lines = [json.dumps(told, allow_nan=False, indent=indent)] if is_json else told
     with results() as stream:
         for line in lines:
             print(encodable(line, stream), file=stream)

@@ -19,7 +19,7 @@ from offload.core import torch_versions
 from offload.core.host_facts import Torch, read_machine
 from offload.tools import judgement
 from offload.tools.judgement import Severity
-from offload.tools.selftest import about
+from offload.tools.selftest import worker
 from offload.tools.selftest.check import Setting
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +156,6 @@ def test_doctor_and_selftest_say_which_it_is(
     row = judgement.judge_torch(machine)
     assert (row.value, row.status) == (told, status)
     assert (row.advice is None) == (status is Severity.OK)
-    monkeypatch.setattr(about, "read_machine", lambda: machine)
+    monkeypatch.setattr(worker, "read_machine", lambda: machine)
     setting = Setting("cpu", tmp_path, is_quick=True, seed=1)
-    assert about.about_machine(setting, tmp_path)["torch"] == told
+    assert worker.about_machine(setting)["torch"] == told

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +36,19 @@ from offload.planning import profile, tuning
 from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.storage.disk import DiskStore
 from offload.tools import cli
-from offload.tools.bench import output
 from offload.tools.bench import sizes as default_sizes
 from offload.tools.bench import survey as surveys
 from offload.tools.bench.drives import DiskFigures, measure_beside
-from offload.tools.bench.figure import Figure, FigureUnit, Repeats, repeat
+from offload.tools.bench.figure import (
+    BenchProgress,
+    Figure,
+    FigureUnit,
+    Repeats,
+    SurveyPart,
+    repeat,
+)
 from offload.tools.bench.sizes import Bench, BenchSizes, ModelSize
-from offload.tools.bench.survey import BenchRequest, SurveyPart, SurveyResult, make_profile, survey
+from offload.tools.bench.survey import BenchRequest, SurveyResult, make_profile, survey
 from offload.tools.cli import bench
 from offload.tools.forecast.synthetic_llama import StandIn
 
@@ -421,8 +428,8 @@ def test_numbers_of_another_device_do_not_stay() -> None:
 
 
 def test_a_share_above_one_is_noise() -> None:
-    found = SurveyResult(compute_beside=Figure("c", FigureUnit.SHARE, 1.2, 0.1, 3))
-    found.update_beside = Figure("u", FigureUnit.SHARE, 0.8, 0.1, 3)
+    found = SurveyResult(compute_beside_disk=Figure("c", FigureUnit.SHARE, 1.2, 0.1, 3))
+    found.update_beside_disk = Figure("u", FigureUnit.SHARE, 0.8, 0.1, 3)
     memory = Memory(None, None, None, None, None, None, None)
     made = make_profile(found, None, memory, None, "2026-11-17")
     assert (made.compute_beside_disk, made.update_beside_disk) == (1.0, 0.8)
@@ -750,7 +757,7 @@ def test_that_is_told_of(drive: Path) -> None:
     sizes = replace(TINY, beside_bytes=0)
     parts = frozenset({SurveyPart.UPDATE, SurveyPart.COMPUTE})
     found = survey(BenchRequest(parts, (drive,), sizes), Quiet())
-    assert (found.update_beside, found.compute_beside) == (None, None)
+    assert (found.update_beside_disk, found.compute_beside_disk) == (None, None)
     assert sum("speed beside them is not known" in note for note in found.notes) == 2
 
 
@@ -801,7 +808,7 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch)
     stream, now_s = Terminal(), [0.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now_s[0])
     monkeypatch.setenv("COLUMNS", "80")
-    progress = output.BenchProgress(StatusLine(stream, 0.1))
+    progress = BenchProgress(StatusLine(stream, 0.1))
     progress.begin("a\x1b[2Jdrive")
     for share in (0.25, 0.5, 1.0):
         now_s[0] += 1
@@ -821,7 +828,7 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch)
 
 def test_elsewhere_each_figure_is_a_line() -> None:
     stream = io.StringIO()
-    progress = output.BenchProgress(StatusLine(stream))
+    progress = BenchProgress(StatusLine(stream))
     progress.begin("memory copy")
     progress.at(0.5)
     progress.done(Figure("memory copy", FigureUnit.BYTES_PER_S, 2e9, 1e8, 7))
@@ -830,22 +837,26 @@ def test_elsewhere_each_figure_is_a_line() -> None:
 
 
 def test_without_stderr_nothing_is_told() -> None:
-    progress = output.BenchProgress(StatusLine(None))
+    progress = BenchProgress(StatusLine(None))
     progress.begin("x")
     progress.line.say("y")
     progress.line.erase()
+
+
+def wish_to_write(most_written_bytes: int) -> Any:
+    return SimpleNamespace(most_written_bytes=most_written_bytes)
 
 
 def test_the_table_has_the_notes_and_what_was_written() -> None:
     figure = Figure("x", FigureUnit.BYTES_PER_S, 1e9, 0.0, 1)
     disk = DiskFigures(("/a",), figure, figure, figure)
     found = SurveyResult(disks=[disk], together=disk, notes=["no O_DIRECT"], written_bytes=GIB)
-    made = known_profile()
-    lines = output.describe(found, 2 * GIB, made, Path("/p.json"))
+    made, wanted, none = known_profile(), *map(wish_to_write, (2 * GIB, 0))
+    lines = bench.describe(found, wanted, made, Path("/p.json"))
     assert any("1 GiB of at most 2 GiB" in line for line in lines)
     assert any("/p.json, with the 1 tuning it had" in line for line in lines)
     assert lines[-1] == "note: no O_DIRECT"
-    assert any("not written" in line for line in output.describe(found, 0, made, None))
+    assert any("not written" in line for line in bench.describe(found, none, made, None))
 
 
 # --- as a program ---------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from offload.tools import cli
 from offload.tools.cli.selftest import format_table
 from offload.tools.selftest import bits, check, checkpoints, kill_loop, supervisor
 from offload.tools.selftest.check import CheckResult, CheckStatus, NotRun, PassedCheck, Setting
-from offload.tools.selftest.supervisor import SelftestRequest, supervise
+from offload.tools.selftest.supervisor import supervise
 from offload.tools.selftest.worker import run_check
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("own_budget")]
@@ -581,15 +581,14 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def request_of(folder: Path, *names: str) -> SelftestRequest:
-    return SelftestRequest(names, "cpu", folder, is_quick=True, seed=1)
-
-
 def test_a_check_that_crashes_is_a_failure_and_the_others_run(planted: Path) -> None:
     names = ("kernels.reference", "kernels.slices", "kernels.casts", "wrap.memory")
     begun: list[str] = []
-    request = request_of(planted, *names)
-    found = supervise(request, lambda name, number, count: begun.append(f"{number}/{count} {name}"))
+
+    def begin(name: str, number: int, count: int) -> None:
+        begun.append(f"{number}/{count} {name}")
+
+    found = supervise(names, setting_of(planted), begin)
     assert [(result.name, result.status.value) for result in found.results] == [
         ("kernels.reference", "failed"),
         ("kernels.slices", "passed"),
@@ -604,7 +603,7 @@ def test_a_check_that_crashes_is_a_failure_and_the_others_run(planted: Path) -> 
 
 def test_a_check_that_hangs_is_a_failure_and_the_others_run(planted: Path) -> None:
     names = ("kernels.statistics", "kernels.slices")
-    found = supervise(request_of(planted, *names), lambda *_: None, limit_s=3.0)
+    found = supervise(names, setting_of(planted), lambda *_: None, limit_s=3.0)
     assert [result.status for result in found.results] == [CheckStatus.FAILED, CheckStatus.PASSED]
     assert "its process had not ended after 3 s" in found.results[0].text
     assert list(planted.iterdir()) == []
@@ -747,7 +746,7 @@ def test_a_directory_that_cannot_be_written_to_is_an_error_at_once(
 
     monkeypatch.setattr(supervisor.tempfile, "mkdtemp", refuse)
     with pytest.raises(StoreError, match="cannot be written to: Permission denied"):
-        supervise(request_of(tmp_path, "kernels.slices"), lambda *_: None)
+        supervise(("kernels.slices",), setting_of(tmp_path), lambda *_: None)
 
 
 @pytest.mark.parametrize("seed", ["-1", "x", "4294967296", "1.5"])

@@ -51,8 +51,8 @@ def _patience(sizes: BenchSizes) -> Callable[[], bool]:
 
 
 def fill(bench: Bench, traffic: Traffic, label: str) -> None:
-    """Write the chunks that all other measurements read and write. label: for the listener."""
-    bench.listener.begin(f"{label}: fill")
+    """Write the chunks that all other measurements read and write. label: for the progress."""
+    bench.progress.begin(f"{label}: fill")
     traffic.fill(_patience(bench.sizes))
 
 
@@ -83,20 +83,20 @@ def measure_sustained(bench: Bench, traffic: Traffic, label: str) -> tuple[Figur
     """Measure the bytes per second, read and written, in the first and in the last tenth of the
     bytes that move after the fill. The fill is not measured; it fills the drives' caches, too.
     """
-    listener = bench.listener
-    listener.begin(f"{label}: sustained, fill")
+    progress = bench.progress
+    progress.begin(f"{label}: sustained, fill")
     total = len(traffic.plan.chunks)
 
     def filling() -> bool:
-        listener.at(len(traffic.chunks) / total)
+        progress.at(len(traffic.chunks) / total)
         return True
 
     traffic.fill(filling)
-    listener.begin(f"{label}: sustained")
+    progress.begin(f"{label}: sustained")
     rates: list[list[float]] = [[] for _ in range(TENTHS)]
     runs, at = TENTHS * RUNS_A_TENTH, 0
     for number in range(runs):
-        listener.at(number / runs)
+        progress.at(number / runs)
         end = bench.sizes.sustained_chunks * (number + 1) // runs
         rate = _mix_for(traffic, at, end).bytes_per_s
         if rate is not None:  # None: the buffers held all chunks of a short run
@@ -130,11 +130,11 @@ def measure_beside(
     seconds_of: makes one run, which takes much less than a second, and returns its seconds. Returns
     None if the drives were always done before a run was.
     """
-    bench.listener.begin(name)
+    bench.progress.begin(name)
     shares = []
     runs = Repeats(bench.sizes.seconds / (2 * ROUNDS), 1, _MOST_RUNS)
     for number in range(ROUNDS):
-        bench.listener.at(number / ROUNDS)
+        bench.progress.at(number / ROUNDS)
         alone_s = statistics.median(repeat(seconds_of, runs))
         beside = _beside_s(seconds_of, traffic, runs, bench.sizes.beside_bytes // ROUNDS)
         if beside:

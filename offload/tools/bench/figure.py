@@ -1,4 +1,6 @@
-"""A measured number, the median of several runs with their spread; and the loop that runs them."""
+"""A measured number, the median of several runs with their spread; the loop that runs them, and the
+progress that it shows. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from offload.core.errors import StateError
+from offload.core.strict_json import printable
+from offload.integrations.screen import StatusLine
+
+_BAR = 20
+
+
+class SurveyPart(StrEnum):
+    """A measurement that can be chosen on its own; `--only` takes these values."""
+
+    MEMORY = "memory"
+    UPDATE = "update"
+    DISK = "disk"
+    COPIES = "copies"
+    COMPUTE = "compute"
+    STEP = "step"
 
 
 class FigureUnit(StrEnum):
@@ -18,6 +34,15 @@ class FigureUnit(StrEnum):
     TOKENS_PER_S = "tokens/s"
     SECONDS = "s"
     SHARE = "share"  # a fraction; 1 is the whole
+
+
+_SCALES = {  # the unit of the table, and how many of the first it has
+    FigureUnit.BYTES_PER_S: ("GB/s", 1e9),
+    FigureUnit.FLOPS: ("GFLOP/s", 1e9),
+    FigureUnit.TOKENS_PER_S: ("tokens/s", 1.0),
+    FigureUnit.SECONDS: ("s", 1.0),
+    FigureUnit.SHARE: ("of alone", 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -40,18 +65,38 @@ class Figure:
         )
         return cls(name, unit, statistics.median(each), (high - low) / 2, len(each))
 
+    def __str__(self) -> str:
+        """Format as `3.21 GB/s +- 4% (5 runs)`, in ASCII, which every terminal can show."""
+        unit, scale = _SCALES[self.unit]
+        share = self.spread / self.median if self.median else 0.0
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
+        return f"{self.median / scale:.3g} {unit} +- {share:.0%} ({runs})"
 
-class Listener(Protocol):
-    """An observer of measurements, such as a progress bar. Called in the thread that measures."""
+
+class BenchProgress:
+    """A progress bar on a terminal; elsewhere a line for each finished figure. Called in the thread
+    that measures.
+    """
+
+    def __init__(self, line: StatusLine) -> None:
+        self.line = line
+        self._name = ""
 
     def begin(self, name: str) -> None:
         """Note that the measurement `name` begins."""
+        self._name = printable(name)
+        self.line.erase()
+        self.at(0.0)
 
     def at(self, share: float) -> None:
         """Note the progress of the present measurement: `share` of it is done, from 0 to 1."""
+        done = round(share * _BAR)
+        self.line.update(f"[{'#' * done}{'-' * (_BAR - done)}] {share:4.0%} {self._name}")
 
     def done(self, figure: Figure) -> None:
         """Take a result of the present measurement; one measurement may have several."""
+        if not self.line.is_terminal:
+            self.line.say(f"{printable(figure.name)}: {figure}")
 
 
 @dataclass(frozen=True)

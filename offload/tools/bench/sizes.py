@@ -11,7 +11,7 @@ from offload.optim.traffic import FIELDS, plan_traffic
 from offload.planning.layout import ELEMENT_BYTES, round_up
 from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL
 from offload.planning.state_plan import Plan
-from offload.tools.bench.figure import Figure, FigureUnit, Listener, Repeats, repeat
+from offload.tools.bench.figure import BenchProgress, Figure, FigureUnit, Repeats, repeat
 
 _MOST_RUNS = 400  # of a measurement that writes nothing
 _STEP_SECONDS = 8  # training may take so many times as long as a figure
@@ -152,10 +152,10 @@ DEFAULT = BenchSizes()
 
 @dataclass(frozen=True)
 class Bench:
-    """The sizes of all measurements, and the listener to them."""
+    """The sizes of all measurements, and what shows their progress."""
 
     sizes: BenchSizes
-    listener: Listener
+    progress: BenchProgress
 
     def measure(
         self,
@@ -168,12 +168,12 @@ class Bench:
         """Repeat `run` and make a figure of its results. runs: None: as often as for figures that
         write nothing.
         """
-        self.listener.begin(name)
-        each = repeat(run, runs or self.sizes.runs, self.listener.at, warm_up)
+        self.progress.begin(name)
+        each = repeat(run, runs or self.sizes.runs, self.progress.at, warm_up)
         return self.done(name, unit, each)
 
     def done(self, name: str, unit: FigureUnit, each: Sequence[float]) -> Figure:
-        """Make a figure of the results of runs, and tell the listener."""
+        """Make a figure of the results of runs, and show it."""
         figure = Figure.of(name, unit, each)
-        self.listener.done(figure)
+        self.progress.done(figure)
         return figure

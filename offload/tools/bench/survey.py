@@ -4,10 +4,9 @@ machine from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,13 @@ from offload.tools.bench.drives import (
     measure_disk,
     measure_sustained,
 )
-from offload.tools.bench.figure import Figure, FigureUnit, Listener
+from offload.tools.bench.figure import BenchProgress, Figure, FigureUnit, SurveyPart
 from offload.tools.bench.host import measure_memory, measure_update, update_run
 from offload.tools.bench.sizes import DEFAULT, Bench, BenchSizes
 from offload.tools.bench.training import StepFigures, measure_training
 
 ALL = "all directories"
 SOURCE = "offload bench"
-
-
-class SurveyPart(Enum):
-    """A measurement that can be chosen on its own; `--only` takes these values."""
-
-    MEMORY = "memory"
-    UPDATE = "update"
-    DISK = "disk"
-    COPIES = "copies"
-    COMPUTE = "compute"
-    STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -81,20 +69,20 @@ class BenchRequest:
 
 @dataclass
 class SurveyResult:
-    """The results of a survey; None: not measured. notes: why a figure is missing, and which
-    fallbacks were taken.
+    """The results of a survey; None: not measured. Those that a profile has are named as there.
+    notes: why a figure is missing, and which fallbacks were taken.
     """
 
-    memory: Figure | None = None
-    update: Figure | None = None
+    memory_bytes_per_s: Figure | None = None
+    update_bytes_per_s: Figure | None = None
     update_ceiling: Figure | None = None
     products: dict[str, Figure] = field(default_factory=dict)  # by dtype
     disks: list[DiskFigures] = field(default_factory=list)  # of one directory each
     together: DiskFigures | None = None
-    to_device: Figure | None = None
-    to_host: Figure | None = None
-    compute_beside: Figure | None = None
-    update_beside: Figure | None = None
+    to_device_bytes_per_s: Figure | None = None
+    to_host_bytes_per_s: Figure | None = None
+    compute_beside_disk: Figure | None = None
+    update_beside_disk: Figure | None = None
     step: StepFigures | None = None
     notes: list[str] = field(default_factory=list)
     written_bytes: int = 0
@@ -106,27 +94,27 @@ class SurveyResult:
         if self.together is not None and len(self.disks) > 1:
             disks += self.together.all
         found = [
-            self.memory,
-            self.update,
+            self.memory_bytes_per_s,
+            self.update_bytes_per_s,
             self.update_ceiling,
             *self.products.values(),
-            self.to_device,
-            self.to_host,
+            self.to_device_bytes_per_s,
+            self.to_host_bytes_per_s,
             *disks,
-            self.update_beside,
-            self.compute_beside,
+            self.update_beside_disk,
+            self.compute_beside_disk,
             *([self.step.seconds, self.step.tokens_per_s] if self.step else []),
         ]
         return [figure for figure in found if figure is not None]
 
 
-def survey(wanted: BenchRequest, listener: Listener) -> SurveyResult:
+def survey(wanted: BenchRequest, progress: BenchProgress) -> SurveyResult:
     """Run the wanted measurements one after the other. Blocks for a while. Leaves nothing
     behind, however it ends.
     """
     device = find_device("auto")
     transfer = open_transfer(device)
-    making = _Survey(wanted, Bench(wanted.sizes, listener), transfer)
+    making = _Survey(wanted, Bench(wanted.sizes, progress), transfer)
     found = making.found
     try:
         making.measure_alone()
@@ -157,16 +145,18 @@ class _Survey:
         """Measure what needs no drive."""
         found, bench, wanted = self.found, self.bench, self.wanted
         if SurveyPart.MEMORY in wanted:
-            found.memory = measure_memory(bench)
+            found.memory_bytes_per_s = measure_memory(bench)
         if SurveyPart.UPDATE in wanted:
             with update_run(bench) as update:
-                found.update, found.update_ceiling = measure_update(bench, update)
+                figures = measure_update(bench, update)
+            found.update_bytes_per_s, found.update_ceiling = figures
         if SurveyPart.COMPUTE in wanted:
             for dtype in DTYPES:
                 found.products[dtype] = measure_product(bench, dtype, self.transfer)
         if SurveyPart.COPIES in wanted:
             if isinstance(self.transfer, DeviceTransfer):
-                found.to_device, found.to_host = measure_copies(bench, self.transfer)
+                figures = measure_copies(bench, self.transfer)
+                found.to_device_bytes_per_s, found.to_host_bytes_per_s = figures
             else:
                 found.notes.append("torch sees no accelerator: no copies were measured")
 
@@ -192,22 +182,26 @@ class _Survey:
         found, bench, seconds = self.found, self.bench, self.bench.sizes.seconds / 100
         if SurveyPart.UPDATE in self.wanted:
             with update_run(bench) as update:
-                name = "AdamW beside busy drives"
-                found.update_beside = measure_beside(bench, name, update.run_s, traffic)
-            self._note_beside(SurveyPart.UPDATE, found.update_beside)
+                found.update_beside_disk = self._beside(
+                    SurveyPart.UPDATE, "AdamW", update.run_s, traffic
+                )
         if SurveyPart.COMPUTE in self.wanted:
             fastest = max(found.products, key=lambda name: found.products[name].median)
             product = Product(fastest, self.transfer, bench.sizes.product_width, seconds)
-            name = f"products {fastest} beside busy drives"
-            found.compute_beside = measure_beside(bench, name, product.seconds, traffic)
-            self._note_beside(SurveyPart.COMPUTE, found.compute_beside)
+            found.compute_beside_disk = self._beside(
+                SurveyPart.COMPUTE, f"products {fastest}", product.seconds, traffic
+            )
 
-    def _note_beside(self, part: SurveyPart, figure: Figure | None) -> None:
+    def _beside(
+        self, part: SurveyPart, what: str, seconds_of: Callable[[], float], traffic: Traffic
+    ) -> Figure | None:
+        figure = measure_beside(self.bench, f"{what} beside busy drives", seconds_of, traffic)
         if figure is None:
             self.found.notes.append(
-                f"{part.value}: the drives were done before one run beside them was; its speed "
+                f"{part}: the drives were done before one run beside them was; its speed "
                 "beside them is not known"
             )
+        return figure
 
     def measure_sustained(self) -> None:
         disks = self.found.disks
@@ -279,14 +273,7 @@ def _measured(before: Profile | None) -> Profile:
 
 def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
     """Return the profile fields that were measured, with their values."""
-    figures = {
-        "memory_bytes_per_s": found.memory,
-        "update_bytes_per_s": found.update,
-        "to_device_bytes_per_s": found.to_device,
-        "to_host_bytes_per_s": found.to_host,
-        "compute_beside_disk": found.compute_beside,
-        "update_beside_disk": found.update_beside,
-    }
+    figures = {field.name: getattr(found, field.name, None) for field in fields(Profile)}
     if found.together is not None:
         for kind in ("read", "write", "mixed"):
             figures[f"disk_{kind}_bytes_per_s"] = getattr(found.together, kind)
@@ -294,7 +281,7 @@ def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
     changes: dict[str, Any] = {
         name: min(1.0, figure.median) if figure.unit is FigureUnit.SHARE else figure.median
         for name, figure in figures.items()
-        if figure is not None
+        if isinstance(figure, Figure)
     }
     if found.disks:
         changes["disks"] = tuple(_disk(disk, known) for disk in found.disks)

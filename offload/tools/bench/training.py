@@ -44,7 +44,7 @@ def measure_training(bench: Bench, directories: Sequence[str], device: torch.dev
     needs, and the rest is in the directories; without directories all of it is in host memory.
     """
     name, size = "training step", bench.sizes.model
-    bench.listener.begin(name)
+    bench.progress.begin(name)
     host_bytes = size.numel * _NEEDS_BYTES * (1 if directories else 3) // 2
     fields: dict[str, Any] = {"nvme": list(directories)} if directories else {}
     fields |= {"device": device, "host_memory": host_bytes}
@@ -98,4 +98,4 @@ def _train(bench: Bench, model: Any, optimizer: Any, device: torch.device) -> li
 
     for _ in range(sizes.warm_up_steps):
         iterate()
-    return repeat(iterate, sizes.step_runs, bench.listener.at, warm_up=False)
+    return repeat(iterate, sizes.step_runs, bench.progress.at, warm_up=False)

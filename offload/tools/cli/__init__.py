@@ -16,9 +16,8 @@ from typing import Final, Protocol
 import offload
 from offload.core.errors import OffloadError
 from offload.tools.cli import bench, doctor, export, plan, report, selftest, tune, verify
-from offload.tools.output import OutputError, complain, drop, results
+from offload.tools.output import EXIT_ERROR, OutputError, complain, drop, results
 
-EXIT_ERROR: Final = 2
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 
 

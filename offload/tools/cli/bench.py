@@ -23,19 +23,17 @@ from offload.core.host_facts import read_accelerator, read_memory, read_torch
 from offload.core.strict_json import printable
 from offload.planning import profile
 from offload.planning.profile import Profile
-from offload.tools.bench.output import BenchProgress, describe
-from offload.tools.output import complain, print_json, print_lines, status_line
+from offload.tools.bench.figure import BenchProgress, SurveyPart
+from offload.tools.output import EXIT_ERROR, complain, print_result, status_line, table
 
 if TYPE_CHECKING:
     from offload.tools.bench.survey import BenchRequest, SurveyResult
 
 SUMMARY: Final = "Measure this machine: memory, update, drives, copies, products, a training step."
-PARTS: Final = ("memory", "update", "disk", "copies", "compute", "step")
 FIRST_GIB, FURTHER_GIB = 11, 16  # written at most: with one directory; for each further one
 SUSTAINED_GB: Final = 64.0
 MOST_SECONDS: Final = 600.0
 _EVERY_S: Final = 0.1  # between two updates of the status line
-EXIT_ERROR: Final = 2
 
 EPILOG: Final = f"""\
 Drives wear by writing: a run with one directory writes at most {FIRST_GIB} GiB to it, each further
@@ -76,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long one figure is measured, about (1 if left out)",
     )
     parser.add_argument(
-        "--only", metavar="PARTS", help=f"measure some parts only, of {','.join(PARTS)}"
+        "--only", metavar="PARTS", help=f"measure some parts only, of {','.join(SurveyPart)}"
     )
     parser.add_argument(
         "--output", metavar="FILE", help="write the profile there, not to the machine's own"
@@ -106,13 +104,10 @@ def run(args: argparse.Namespace) -> int:
     # Before the first line: what comes after it can be interrupted, an import only with noise.
     from offload.tools.bench.survey import make_profile, survey
 
-    progress = BenchProgress(status_line(_EVERY_S))
     nbytes = format_size(wanted.most_written_bytes)
-    progress.line.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
-    try:
-        found = survey(wanted, progress)
-    finally:
-        progress.line.erase()
+    with status_line(_EVERY_S) as line:
+        line.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
+        found = survey(wanted, BenchProgress(line))
     # Loaded again: another process may have written tunings in the meantime.
     before, today = load_known(target), date.today().isoformat()
     made = make_profile(found, before, read_memory(), read_accelerator(), today)
@@ -123,15 +118,13 @@ def run(args: argparse.Namespace) -> int:
     except OffloadError as error:  # show the figures all the same: they may have taken long
         complain(str(error))
         code, saved = EXIT_ERROR, None
-    if args.json:
-        print_json(as_json(found, wanted, made, saved))
-    else:
-        print_lines(describe(found, wanted.most_written_bytes, made, saved))
+    tell = as_json if args.json else describe
+    print_result(tell(found, wanted, made, saved))
     return code
 
 
 def _make_request(
-    args: argparse.Namespace, directories: Sequence[DirectoryFacts], parts: frozenset[str]
+    args: argparse.Namespace, directories: Sequence[DirectoryFacts], parts: frozenset[SurveyPart]
 ) -> BenchRequest:
     """Build the request. Raises `CapacityError` if a directory has too little free space, and
     `ConfigError` if torch cannot be imported.
@@ -141,19 +134,35 @@ def _make_request(
         raise ConfigError(f"bench: torch cannot be imported ({told.error}); see `offload doctor`")
     # Imported here, because other commands must work where torch does not.
     from offload.tools.bench import sizes
-    from offload.tools.bench.survey import BenchRequest, SurveyPart
+    from offload.tools.bench.survey import BenchRequest
 
     chosen = sizes.DEFAULT
     if args.seconds is not None:
         chosen = replace(chosen, seconds=args.seconds)
     if args.sustained is not None:
         chosen = replace(chosen, sustained_bytes=int(args.sustained * 1e9))
-    wanted = BenchRequest(
-        frozenset(map(SurveyPart, parts)), tuple(found.path for found in directories), chosen
-    )
+    wanted = BenchRequest(parts, tuple(found.path for found in directories), chosen)
     if wanted.most_written_bytes:
         _check_room(directories, chosen.room_bytes())
     return wanted
+
+
+def describe(
+    found: SurveyResult, wanted: BenchRequest, made: Profile, saved: Path | None
+) -> list[str]:
+    """Return the lines of the table and, after them, the notes on the measurements."""
+    rows = [("machine", made.name)]
+    rows += [(printable(figure.name), str(figure)) for figure in found.figures]
+    if found.step is not None and found.step.stall_share is not None:
+        rows.append(("  waited", f"{found.step.stall_share:.0%} of the last iteration"))
+    if wanted.most_written_bytes:
+        size, most = format_size(found.written_bytes), format_size(wanted.most_written_bytes)
+        rows.append(("written to drives", f"{size} of at most {most}"))
+    where = "not written" if saved is None else printable(saved)
+    count = len(made.tuned)
+    kept = f", with the {count} tuning{'s' if count > 1 else ''} it had" if count and saved else ""
+    rows.append(("profile", where + kept))
+    return table(rows, width=None) + [f"note: {printable(note)}" for note in found.notes]
 
 
 def as_json(
@@ -174,23 +183,23 @@ def as_json(
 # --- checks of the arguments ----------------------------------------------------------------------
 
 
-def parse_parts(text: str | None, has_directories: bool, is_sustained: bool) -> frozenset[str]:
+def parse_parts(
+    text: str | None, has_directories: bool, is_sustained: bool
+) -> frozenset[SurveyPart]:
     """Return the parts to measure: those of `--only`, else all that these arguments allow."""
-    parts = frozenset(PARTS)
-    if text is None:
-        parts -= frozenset() if has_directories else {"disk"}
-    else:
-        parts = frozenset(name.strip() for name in text.split(","))
-        unknown = sorted(parts - set(PARTS))
-        if unknown:
-            raise ConfigError(
-                f"--only: expected some of {','.join(PARTS)}, got {', '.join(map(ascii, unknown))}"
-            )
-        if "disk" in parts and not has_directories:
-            raise ConfigError("--only disk: name at least one directory on the drive")
-    if is_sustained and ("disk" not in parts or not has_directories):
+    names = {name.strip() for name in text.split(",")} if text is not None else set(SurveyPart)
+    if text is None and not has_directories:
+        names.remove(SurveyPart.DISK)
+    unknown = sorted(names - set(SurveyPart))
+    if unknown:
+        raise ConfigError(
+            f"--only: expected some of {','.join(SurveyPart)}, got {', '.join(map(ascii, unknown))}"
+        )
+    if SurveyPart.DISK in names and not has_directories:
+        raise ConfigError("--only disk: name at least one directory on the drive")
+    if is_sustained and SurveyPart.DISK not in names:
         raise ConfigError("--sustained: measures drives; name a directory, and disk in --only")
-    return parts
+    return frozenset(map(SurveyPart, names))
 
 
 def check_directories(texts: Sequence[str]) -> list[DirectoryFacts]:

@@ -14,7 +14,7 @@ from offload.core.drive_facts import read_directory
 from offload.core.host_facts import read_machine
 from offload.integrations.screen import encodable
 from offload.tools.judgement import Row, Severity, examine
-from offload.tools.output import count_statuses, print_json, results, table
+from offload.tools.output import EXIT_PROBLEM, count_statuses, print_result, results, table
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
 _COLOURS: Final = {Severity.OK: "32", Severity.DEGRADED: "33", Severity.MISSING: "31"}
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     directory = None if args.directory is None else read_directory(args.directory)
     rows = examine(read_machine(), directory)
     if args.json:
-        print_json(as_json(rows))
+        print_result(as_json(rows))
     else:
         with results() as stream:
             write_table(rows, stream)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def exit_code(rows: Sequence[Row]) -> int:
     """Return 1 if any row is MISSING; DEGRADED rows still yield 0."""
-    return int(any(row.status is Severity.MISSING for row in rows))
+    return EXIT_PROBLEM if any(row.status is Severity.MISSING for row in rows) else 0
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, object]:

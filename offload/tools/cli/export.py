@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from offload.core.config import format_size, parse_size
 from offload.core.errors import ConfigError, StoreError
 from offload.core.strict_json import printable
-from offload.tools.output import complain, print_json, print_lines
+from offload.tools.output import complain, print_result
 
 if TYPE_CHECKING:
     from offload.checkpoint.reader import CheckpointReader
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
         nbytes = sum(tensor.nbytes for tensor in saved)
     if args.json:
         told = {"out": args.out, "files": names, "tensors": len(saved), "bytes": nbytes}
-        print_json({**told, "optimizer": args.optimizer})
+        print_result({**told, "optimizer": args.optimizer})
         return 0
     lines = [] if file is None else [f"{printable(file)}: state_dict of the optimizer"]
     some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     what = f"{len(saved)} tensors, {format_size(nbytes)}"
-    print_lines([*lines, f"{printable(args.out)}: {what}, in {some}"])
+    print_result([*lines, f"{printable(args.out)}: {what}, in {some}"])
     return 0
 
 

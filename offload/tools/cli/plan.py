@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES
 from offload.core.errors import ConfigError
 from offload.tools.forecast.forecast import FIELDS, OPTIMIZERS, ForecastRequest
-from offload.tools.output import print_json, print_lines, status_line
+from offload.tools.output import EXIT_PROBLEM, print_result, status_line
 
 if TYPE_CHECKING:
     from offload.tools.forecast.forecast import Forecast
     from offload.tools.forecast.replay import Replay
 
 SUMMARY: Final = "What a model needs, what fits where, how long a step takes; nothing is allocated."
-EXIT_PROBLEM: Final = 1
 EPILOG: Final = """examples:
   offload plan 7B --batch 4 --sequence 2048 --host-memory 64GiB --on rtx4090-1ssd \\
       --activations recompute
@@ -78,10 +77,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Forecast, or replay a trace, and print; return 1 if the training does not fit the machine."""
     found = _replay(args) if args.trace is not None else _forecast(args)
-    if args.json:
-        print_json(found.to_dict(), indent=1)
-    else:
-        print_lines([str(found)])
+    print_result(found.to_dict() if args.json else [str(found)], indent=1)
     return 0 if found.works else EXIT_PROBLEM
 
 
@@ -96,11 +92,8 @@ def _forecast(args: argparse.Namespace) -> Forecast:
     # Imported here, because other commands must work where torch does not.
     from offload.tools.forecast.forecaster import forecast
 
-    line = status_line()
-    try:
+    with status_line() as line:
         return forecast(request, lambda text: line.update(f"{text} ..."))
-    finally:
-        line.erase()
 
 
 def _replay(args: argparse.Namespace) -> Replay:

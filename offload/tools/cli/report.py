@@ -21,7 +21,7 @@ from offload.telemetry.run_file import Run, load
 from offload.telemetry.words import show_part, show_seconds, show_share
 from offload.tools.html_report import make_page, make_picture, summarize, to_perfetto
 from offload.tools.html_report.timeline import tiers_of
-from offload.tools.output import print_json, print_lines
+from offload.tools.output import print_result
 
 SUMMARY: Final = "Make one HTML page of a run, or of two beside each other, from their traces."
 
@@ -81,10 +81,8 @@ def run(args: argparse.Namespace) -> int:
     made = {kind: make(kind, runs, paths) for kind in targets}
     for kind, content in made.items():
         write_private(targets[kind], content)
-    if args.json:
-        print_json(as_json(runs, paths, targets))
-    else:
-        print_lines(describe(runs, paths, targets))
+    tell = as_json if args.json else describe
+    print_result(tell(runs, paths, targets))
     return 0
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import offload
-from offload.tools.output import count_statuses, print_json, print_lines, status_line, table
-from offload.tools.selftest.check import GROUPS, CheckResult, CheckStatus, choose
-from offload.tools.selftest.supervisor import CheckResults, SelftestRequest, supervise
+from offload.tools.output import EXIT_PROBLEM, count_statuses, print_result, status_line, table
+from offload.tools.selftest.check import GROUPS, CheckResult, CheckStatus, Setting, choose
+from offload.tools.selftest.supervisor import CheckResults, supervise
 
 SUMMARY: Final = "Prove the engine on this machine in a few minutes; exit code 1: something failed."
-EXIT_FAILED: Final = 1
 DEFAULT_SEED: Final = 20261116
 _MOST_SEED: Final = 2**32
 EPILOG: Final = """\
@@ -67,29 +66,20 @@ def _seed(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print the table; return 1 if one has failed, else 0."""
-    request = SelftestRequest(
-        names=choose(args.only),
-        device=args.device,
-        parent=Path(tempfile.gettempdir()) if args.nvme is None else args.nvme,
-        is_quick=args.quick,
-        seed=args.seed,
-    )
-    line, begin_s = status_line(), time.monotonic()
+    folder = Path(tempfile.gettempdir()) if args.nvme is None else args.nvme
+    setting = Setting(args.device, folder, args.quick, args.seed)
+    begin_s = time.monotonic()
 
     def begin(name: str, number: int, count: int) -> None:
         text = f"[{number}/{count}] {time.monotonic() - begin_s:5.0f} s  {name}"
         (line.update if line.is_terminal else line.say)(text)
 
-    try:
-        findings = supervise(request, begin)
-    finally:
-        line.erase()
+    with status_line() as line:
+        findings = supervise(choose(args.only), setting, begin)
     about = {"offload": offload.__version__, **findings.about, **_how(args)}
-    if args.json:
-        print_json(as_json(about, findings))
-    else:
-        print_lines([format_table(about, findings.results)])
-    return EXIT_FAILED if findings.has_failed else 0
+    told = as_json(about, findings) if args.json else [format_table(about, findings.results)]
+    print_result(told)
+    return EXIT_PROBLEM if findings.has_failed else 0
 
 
 def _how(args: argparse.Namespace) -> dict[str, str]:
@@ -109,7 +99,7 @@ def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
         "checks": [asdict(result) for result in findings.results],
         "summary": {
             **count_statuses(CheckStatus, findings.results),
-            "exit_code": EXIT_FAILED if findings.has_failed else 0,
+            "exit_code": EXIT_PROBLEM if findings.has_failed else 0,
         },
     }
 

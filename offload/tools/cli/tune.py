@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from offload.core.strict_json import printable
 from offload.tools.child import ended_by_signals
-from offload.tools.output import print_json, print_lines, status_line, table
+from offload.tools.output import print_result, status_line, table
 from offload.tools.tune.picture import draw
 from offload.tools.tune.search import Search, TunedTrial
 from offload.tools.tune.session import (
@@ -106,10 +106,8 @@ def run(args: argparse.Namespace) -> int:
         f"{wish.name}: {describe(session.search.best, session.table.layer_bytes)}",
         wish.picture,
     )
-    if args.json:
-        print_json(_as_json(session, path, note))
-    else:
-        print_lines(_as_text(session, path, note))
+    tell = _as_json if args.json else _as_text
+    print_result(tell(session, path, note))
     return 0
 
 

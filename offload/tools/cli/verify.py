@@ -10,11 +10,9 @@ from offload.checkpoint.format.verify import Verdict, verify
 from offload.core.config import format_size
 from offload.core.errors import OffloadError
 from offload.core.strict_json import printable, shown
-from offload.tools.output import complain, print_json, print_lines, status_line
+from offload.tools.output import EXIT_ERROR, EXIT_PROBLEM, complain, print_result, status_line
 
 SUMMARY: Final = "Check every byte of a checkpoint; exit code 0: whole, 1: damaged."
-EXIT_DAMAGED: Final = 1
-EXIT_ERROR: Final = 2
 
 _SHOWN: Final = 10  # findings that are printed for one checkpoint
 _EVERY_S: Final = 0.2  # between two updates of the status line
@@ -32,44 +30,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the checkpoints, print the findings, and return the highest exit code of all paths."""
-    told: list[dict[str, object]] = []
-    codes = [_check(path, told if args.json else None) for path in args.paths]
-    if args.json:
-        print_json({"checkpoints": told})
-    return max(codes)
-
-
-def _check(path: str, told: list[dict[str, object]] | None) -> int:
-    """Check one checkpoint and return its exit code. told: the list that receives the result for
-    JSON; None: the result is printed.
-    """
-    try:
-        findings = _verify(path)
-    except OffloadError as error:
-        complain(str(error))
-        if told is not None:
+    told, code = [], 0
+    for path in args.paths:
+        try:
+            findings = _verify(path)
+        except OffloadError as error:
+            complain(str(error))
             told.append({"path": path, "whole": None, "error": str(error)})
-        return EXIT_ERROR
-    if told is not None:
+            code = EXIT_ERROR
+            continue
         told.append(as_json(findings))
-    else:
-        print_lines(describe(findings))
-    return 0 if findings.is_whole else EXIT_DAMAGED
+        code = code if findings.is_whole else max(code, EXIT_PROBLEM)
+        if not args.json:
+            print_result(describe(findings))
+    if args.json:
+        print_result({"checkpoints": told})
+    return code
 
 
 def _verify(path: str) -> Verdict:
     """Check one checkpoint, with a status line that has the share and the speed."""
-    line, begin_s = status_line(_EVERY_S), time.monotonic()
+    begin_s = time.monotonic()
 
     def report(done_bytes: int, total_bytes: int) -> None:
         speed = format_size(int(done_bytes / max(time.monotonic() - begin_s, 1e-3)))
         share = done_bytes / max(total_bytes, 1)
         line.update(f"{share:4.0%} of {format_size(total_bytes)}, {speed}/s: {printable(path)}")
 
-    try:
+    with status_line(_EVERY_S) as line:
         return verify(path, report)
-    finally:
-        line.erase()
 
 
 def as_json(findings: Verdict) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,18 +31,6 @@ GRADS = (torch.float32, *HALVES)
 OUTS = (None, *HALVES)
 STEPS = 3
 _THIN = 7  # a quick run takes every 7th combination; 7 divides no number of combinations
-_T = TypeVar("_T")
-
-
-def _native_isas() -> list[str]:
-    found = [isa for isa in kernels.available_isas() if isa != "reference"]
-    if not found:
-        raise NotRun(f"there is no native core to compare: {kernels.native_error()}")
-    return found
-
-
-def _thinned(combinations: Sequence[_T], setting: Setting) -> Sequence[_T]:
-    return combinations[::_THIN] if setting.is_quick else combinations
 
 
 def _require_all(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> int:
@@ -59,9 +46,12 @@ def reference(setting: Setting) -> PassedCheck:
     """Compare every instruction set with plain torch: awkward sizes, numbers and addresses, and
     16-bit gradients and outputs.
     """
-    isas, count = _native_isas(), 0
-    combinations = list(itertools.product(CASES, SIZES, GRADS, OUTS))
-    for number, (case, numel, grad_dtype, out_dtype) in enumerate(_thinned(combinations, setting)):
+    isas, count = [isa for isa in kernels.available_isas() if isa != "reference"], 0
+    if not isas:
+        raise NotRun(f"there is no native core to compare: {kernels.native_error()}")
+    combinations = itertools.product(CASES, SIZES, GRADS, OUTS)
+    chosen = itertools.islice(combinations, 0, None, _THIN if setting.is_quick else 1)
+    for number, (case, numel, grad_dtype, out_dtype) in enumerate(chosen):
         start = awkward(numel)
         grads = [awkward(numel, grad_dtype) for _ in range(2)]
         what = f"{case.name}, {numel} elements, {grad_dtype} -> {out_dtype}"
@@ -114,8 +104,9 @@ def torch_fused(setting: Setting) -> PassedCheck:
     """Compare every instruction set, and plain torch, with torch.optim with fused=True."""
     require_promise()
     count, isas = 0, kernels.available_isas()
-    combinations = list(itertools.product(CASES, SIZES, (True, False)))
-    for case, numel, is_awkward in _thinned(combinations, setting):
+    combinations = itertools.product(CASES, SIZES, (True, False))
+    chosen = itertools.islice(combinations, 0, None, _THIN if setting.is_quick else 1)
+    for case, numel, is_awkward in chosen:
         if case.optimizer is None:
             continue
         make = awkward if is_awkward else normal

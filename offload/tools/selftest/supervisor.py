@@ -18,13 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from offload.core.errors import ConfigError, StateError, StoreError
 from offload.tools.child import ended_by_signals, last_lines, signal_group
-from offload.tools.selftest.check import CheckResult, CheckStatus
+from offload.tools.selftest.check import CheckResult, CheckStatus, Setting
 
 LIMIT_S = 240.0  # of one check
 START_LIMIT_S = 240.0  # until the first begins: torch is imported
@@ -34,21 +34,10 @@ _LAST_BYTES = 2000  # of the output of a worker that has died
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class SelftestRequest:
-    """A request for checks. parent: the directory in which the checks' directory is made."""
-
-    names: Sequence[str]
-    device: str
-    parent: Path
-    is_quick: bool
-    seed: int
-
-
 @dataclass
 class CheckResults:
     """The results of all checks. about: the facts about the machine, by name. results: in the order
-    of the request.
+    of the checks.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -60,26 +49,27 @@ class CheckResults:
 
 
 def supervise(
-    request: SelftestRequest, progress: Progress, limit_s: float = LIMIT_S
+    names: Sequence[str], setting: Setting, progress: Progress, limit_s: float = LIMIT_S
 ) -> CheckResults:
-    """Run all checks. limit_s: the most seconds of one check. Blocks.
+    """Run the checks in a new directory below `setting.directory`; `setting.device` may be "auto".
+    limit_s: the most seconds of one check. Blocks.
 
-    Raises `ConfigError` if the device cannot be used or `parent` is no directory, `StoreError` if
-    `parent` cannot be written to, and `StateError` if the worker ends, or is late, while no check
-    runs.
+    Raises `ConfigError` if the device cannot be used or the directory is none, `StoreError` if it
+    cannot be written to, and `StateError` if the worker ends, or is late, while no check runs.
     """
     findings = CheckResults()
     as_ctrl_c = ended_by_signals(lambda number: KeyboardInterrupt())
-    with as_ctrl_c, _scratch(request.parent) as directory:
-        while left := request.names[len(findings.results) :]:
-            with _CheckProcess(request, left, directory) as worker:
-                _follow(worker, request, findings, progress, limit_s)
+    with as_ctrl_c, _scratch(setting.directory) as directory:
+        inside = replace(setting, directory=directory)
+        while left := names[len(findings.results) :]:
+            with _CheckProcess(left, inside) as worker:
+                _follow(worker, names, findings, progress, limit_s)
     return findings
 
 
 def _follow(
     worker: _CheckProcess,
-    request: SelftestRequest,
+    names: Sequence[str],
     findings: CheckResults,
     progress: Progress,
     limit_s: float,
@@ -93,21 +83,21 @@ def _follow(
             findings.about = message["about"]
         if "begin" in message:
             begun = message["begin"]
-            progress(begun, len(findings.results) + 1, len(request.names))
+            progress(begun, len(findings.results) + 1, len(names))
         if "result" in message:
             findings.results.append(CheckResult.of_dict(message["result"]))
             begun = ""
     if begun:
         text = f"its process {worker.fate()}"
         findings.results.append(CheckResult(begun, CheckStatus.FAILED, worker.since_s, text))
-    elif len(findings.results) < len(request.names):
+    elif len(findings.results) < len(names):
         raise StateError(f"selftest: the process that runs the checks {worker.fate()}")
 
 
 class _CheckProcess:
     """A worker process in its own process group. The end of the block kills the whole group."""
 
-    def __init__(self, request: SelftestRequest, names: Sequence[str], directory: Path) -> None:
+    def __init__(self, names: Sequence[str], setting: Setting) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         self._rest, self._is_late, self._begin_s = b"", False, time.monotonic()
         self._process = subprocess.Popen(
@@ -119,7 +109,7 @@ class _CheckProcess:
             start_new_session=True,
             env=_environment(),
         )
-        asked = {**asdict(request), "names": names, "directory": directory}
+        asked = {**asdict(setting), "names": names}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died already; `fate` tells how
             self._process.stdin.write((json.dumps(asked, default=str) + "\n").encode())
