@@ -29,8 +29,7 @@ from offload.params.units import Choice
 from offload.planning.limits import host_bytes, limited, telling_of_the_budget
 from offload.planning.state_plan import Plan
 from offload.planning.training import TrainingPlan
-from offload.telemetry.report import Report
-from offload.telemetry.report_builder import report_on
+from offload.telemetry.report import Report, report_on
 
 if TYPE_CHECKING:
     from offload.tools.forecast.forecast import Forecast

@@ -168,7 +168,7 @@ def use_own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
         "planning.limits",
         "optim.coordinator",
         "params.prepared",
-        "telemetry.report_builder",
+        "telemetry.parts",
     ):
         monkeypatch.setattr(f"offload.{name}.HOST", budget)
     return budget

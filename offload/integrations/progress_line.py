@@ -20,8 +20,8 @@ from offload.core.log import LOG
 from offload.device import used_bytes
 from offload.distributed import place_of
 from offload.integrations.screen import LinePart, StatusLine, find_screen, fit
-from offload.telemetry.report import Report, Writer, check_writer, log_numbers
-from offload.telemetry.words import below
+from offload.telemetry.report import Report
+from offload.telemetry.words import Writer, below, check_writer, log_numbers
 
 _T = TypeVar("_T")
 _WINDOW = 24  # latest lines or logs over which speeds are averaged

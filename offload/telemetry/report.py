@@ -1,4 +1,6 @@
-"""The report of a run, for people and for machines."""
+"""The report of a run, for people and for machines, and how a wrapped optimizer or a prepared model
+becomes one.
+"""
 
 from __future__ import annotations
 
@@ -8,141 +10,42 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offload.core.config import format_size
 from offload.core.errors import ConfigError
-from offload.core.metrics import MOST_EVENTS, MetricsSnapshot, Sample
-from offload.core.timeline import IN_MODEL, IN_STEP, OTHER, Event, StepFact, whole_steps
+from offload.core.metrics import MOST_EVENTS, Metrics, Sample
+from offload.core.timeline import IN_MODEL, IN_STEP, Event, StepFact, whole_steps
+from offload.optim import Session, is_wrapped
+from offload.optim.step_stats import StepStats
+from offload.params.prepared import Prepared, prepared_of
 from offload.params.trace import Trace
+from offload.planning.planner import Budgets, TrainingFacts, plan_state
 from offload.planning.profile import this_machine
-from offload.planning.state_plan import Plan, RankShare, Speeds
-from offload.telemetry.iterations import IterationSummary, stall_share
-from offload.telemetry.model_use import ModelUse
-from offload.telemetry.run_file import About, ParamFact, Run
+from offload.planning.state_plan import Plan, Speeds
+from offload.planning.tuning import ChosenTuning
+from offload.planning.unit import enclosing
+from offload.telemetry.iterations import IterationSummary, iterations_of, stall_share
+from offload.telemetry.parts import Account, ModelUse, ProcessUse, RankUse
+from offload.telemetry.run_file import About, ParamFact, Run, UnitFact
 from offload.telemetry.words import (
     MOVES,
+    Writer,
     as_numbers,
     below,
     flat_key,
     key_numbers,
+    log_numbers,
     show_cause,
     show_part,
     show_rate,
     show_share,
 )
 
-# Causes of a step's seconds. All are listed, also those that took none; other causes follow.
-CAUSES = ("disk read", "disk write", "device copy", "network", "gradient norm", "update", OTHER)
 MOST_USES = 1 << 14  # of units, in the file of a run: the last ones
-BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the engine's account, before the report mentions it
 _SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
-
-
-@dataclass(frozen=True)
-class Account:
-    """The bytes that some steps have moved, and the causes of their time; the seconds add up to the
-    time in `step()`. ceiling_s: the least time that the measured speeds allow; None: not known.
-    """
-
-    counts: Mapping[str, int]
-    seconds: dict[str, float]
-    ceiling_s: float | None
-
-    @classmethod
-    def of(
-        cls, snapshot: MetricsSnapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
-    ) -> Account:
-        """Make the account of a snapshot. stepped: the bytes that were moved within steps, if bytes
-        were moved outside of steps, too.
-        """
-        counts = dict(snapshot.counts)
-        seconds = {cause: snapshot.seconds.get(cause, 0.0) for cause in CAUSES}
-        seconds.update(snapshot.seconds)
-        moved = counts if stepped is None else stepped
-        disk = moved.get("disk_read_bytes", 0) + moved.get("disk_written_bytes", 0)
-        parts = speeds.least_s(disk, moved.get("updated_bytes", 0))
-        return cls(counts, seconds, max(parts.values()) if parts else None)
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
-    def share_of_ceiling(self) -> float | None:
-        """The least possible time over the time taken: 1 is as fast as the slower of disk and
-        update could be alone.
-        """
-        return self.ceiling_s / self.step_s if self.ceiling_s and self.step_s else None
-
-    @property
-    def moved(self) -> dict[str, int]:
-        """Bytes by tier and direction."""
-        return {name: self.counts.get(name, 0) for name in MOVES}
-
-    def to_dict(self) -> dict[str, float]:
-        return {
-            **self.moved,
-            **as_numbers(self, "step_s", "ceiling_s", "share_of_ceiling"),
-            **{f"seconds/{flat_key(cause)}": value for cause, value in self.seconds.items()},
-        }
-
-
-@dataclass(frozen=True)
-class RankUse:
-    """The traffic of an optimizer whose state is sharded over ranks. sent_bytes: of this rank, by
-    kind, since it was wrapped: `gather` for new parameters (and whole states), `reduce` for
-    gradients, `control` for messages between ranks.
-    """
-
-    share: RankShare
-    sent_bytes: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, int]:
-        plain = as_numbers(self.share, "stage", "rank", "count")
-        return {**plain, **below("sent_bytes", self.sent_bytes)}
-
-    def notes(self) -> list[tuple[str, str]]:
-        each = ", ".join(f"{kind} {format_size(n)}" for kind, n in self.sent_bytes.items())
-        return [("ranks", str(self.share)), ("sent over the network", each or "nothing")]
-
-
-@dataclass(frozen=True)
-class ProcessUse:
-    """The resident memory of this process as the kernel counts it, beside the engine's own account.
-
-    base_bytes: RSS before the engine took any memory.
-    engine_bytes: the most that it has taken of `host_memory`.
-    peak_bytes: the highest RSS since then.
-    """
-
-    base_bytes: int
-    engine_bytes: int
-    peak_bytes: int
-
-    @property
-    def beyond_bytes(self) -> int:
-        """The bytes of the peak that the engine's account does not explain."""
-        return max(0, self.peak_bytes - self.base_bytes - self.engine_bytes)
-
-    def to_dict(self) -> dict[str, int]:
-        return {"peak_bytes": self.peak_bytes, "beyond_books_bytes": self.beyond_bytes}
-
-    def notes(self) -> list[tuple[str, str]]:
-        """List notes for people; none if the peak is within `BOOKS_MARGIN_BYTES` of the engine's
-        account.
-        """
-        if self.beyond_bytes <= BOOKS_MARGIN_BYTES:
-            return []
-        size = format_size
-        text = (
-            f"{size(self.peak_bytes)} at the peak, {size(self.beyond_bytes)} more than the "
-            f"{size(self.base_bytes)} before and the {size(self.engine_bytes)} that the engine has "
-            "taken: activations, gradients in autograd's hands, your own data"
-        )
-        return [("resident memory", text)]
 
 
 @dataclass(frozen=True)
@@ -373,45 +276,114 @@ def _is_plain(value: object) -> bool:
     return math.isfinite(value) and value >= 0
 
 
-# --- loggers --------------------------------------------------------------------------------------
-# Neither TensorBoard nor Weights & Biases is imported, and neither is needed.
+# --- how it is made ---
 
 
-class ScalarWriter(Protocol):
-    """The method that TensorBoard's SummaryWriter has."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-
-class RunLogger(Protocol):
-    """The method that a run of Weights & Biases has, and the module `wandb` itself."""
-
-    def log(self, data: dict[str, float], *, step: int) -> Any: ...
-
-
-Writer = ScalarWriter | RunLogger
-
-
-def check_writer(writer: object, what: str) -> None:
-    """Raise a `ConfigError` unless numbers can be written there. what: the argument, for the
-    message.
+def report_on(optimizer: Any) -> Report:
+    """Make the report of a wrapped optimizer, or of a prepared model and its optimizer if it has
+    one.
     """
-    if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
-        raise ConfigError(
-            f"{what}: expected TensorBoard's SummaryWriter (add_scalar) or a run of W&B (log), got "
-            f"{type(writer).__name__}, which has neither"
-        )
+    made = prepared_of(optimizer)
+    if made is not None and made.session is None:  # for evaluation
+        return _report(made, None, made.metrics, StepStats(made.metrics))
+    session: Session = made.session if made and made.session else _session_of(optimizer)
+    made = session.coordinator.owner if isinstance(session.coordinator.owner, Prepared) else None
+    return _report(made, session, session.metrics, session.step_stats)
 
 
-def log_numbers(writer: Writer, numbers: Mapping[str, float], step: int) -> None:
-    """Write all numbers for one step: one by one with `add_scalar` if the writer has it, else at
-    once.
+def _report(
+    made: Prepared | None, session: Session | None, metrics: Metrics, step_stats: StepStats
+) -> Report:
+    """Make the report. At least one of `made` and `session` is not None."""
+    total, speeds, steps_done = metrics.snapshot(), step_stats.speeds, step_stats.steps.so_far()
+    coordinator = session.coordinator if session is not None else None
+    store = coordinator.store if coordinator else made.store if made is not None else None
+    pools = coordinator.pools if coordinator else []
+    if made is not None and made.pool is not None:
+        pools.append(made.pool)
+    ranks = coordinator.ranks if coordinator else None
+    plan = session.plan if session is not None else plan_state(TrainingFacts(), Budgets())
+    last = [None, *iterations_of(steps_done[-2:])][-1]
+    return Report(
+        plan=plan,
+        total=Account.of(total, speeds, step_stats.stepped),
+        last=Account.of(step_stats.last, speeds),
+        outside=dict(total.outside),
+        speeds=speeds,
+        fallbacks=dict(total.fallbacks),
+        disk_engine=store.stats().engine if store else None,
+        host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools),
+        events=metrics.events(),
+        model=ModelUse.of(made, total, last) if made is not None else None,
+        ranks=RankUse(plan.ranks, dict(ranks.sent_bytes)) if ranks and plan.ranks else None,
+        process=ProcessUse.now(),
+        trace=made.trace if made is not None else None,
+        samples=metrics.samples(),
+        steps_done=steps_done,
+        about=_about_model(made) if made is not None else _about_optimizer(session),
+    )
+
+
+def _session_of(optimizer: Any) -> Session:
+    """Return the session of the optimizer itself, or of the one that it holds, as accelerate's and
+    Lightning's do.
     """
-    check_writer(writer, "log_to")
-    add: Any = getattr(writer, "add_scalar", None)
-    if callable(add):
-        for name, value in numbers.items():
-            add(name, value, step)
-    else:
-        log: Any = writer.log  # type: ignore[union-attr]
-        log(dict(numbers), step=step)
+    found = optimizer
+    while not is_wrapped(found):
+        outer, found = found, getattr(found, "optimizer", None)
+        if found is outer or not isinstance(found, torch.optim.Optimizer):
+            raise ConfigError(
+                f"report: expected a wrapped optimizer or a prepared model, got "
+                f"{type(optimizer).__name__}"
+            )
+    session: Session = found._offload_session
+    return session
+
+
+# --- what a run is --------------------------------------------------------------------------------
+
+
+def _about_model(made: Prepared) -> About:
+    assert made.engine is not None
+    prepare_plan, config = made.prepare_plan, made.prepare_plan.config
+    kept, stored = enclosing(made.units), {unit.number for unit in prepare_plan.stored}
+    return About(
+        title=type(made.engine.model).__name__,
+        kind="prepare",
+        device=str(prepare_plan.device),
+        prefetch_depth=str(config.prefetch_depth),
+        activations=config.activations,
+        tuned=_tuned(prepare_plan.chosen),
+        host_bytes=prepare_plan.host_bytes,
+        device_bytes=prepare_plan.plan.device_bytes or None,
+        directories=len(prepare_plan.directories),
+        plan=str(prepare_plan.plan),
+        shares={**made.shares.parts, "gradients on disk": made.shares.gradients_on_disk},
+        units=tuple(
+            UnitFact(u.name, u.nbytes, u.needs, u.number in kept, u.number not in stored)
+            for u in made.units
+        ),
+    )
+
+
+def _about_optimizer(session: Session | None) -> About:
+    assert session is not None
+    config, plan = session.config, session.plan
+    return About(
+        title=type(session.optimizer).__mro__[2].__name__,  # after the engine's own two classes
+        kind="wrap",
+        device="device" if plan.staging_buffers else "cpu",
+        prefetch_depth="",
+        activations="keep",
+        tuned=_tuned(session.chosen),
+        host_bytes=plan.host_memory_bytes,
+        device_bytes=None,
+        directories=len(config.nvme or ()),  # type: ignore[arg-type]
+        plan=str(plan),
+        shares={"state": plan.arena_bytes},
+        units=(),
+    )
+
+
+def _tuned(chosen: ChosenTuning) -> str | None:
+    return str(chosen) if chosen.source is not None else None

@@ -20,6 +20,7 @@ from offload.core.portable import read_small, write_private
 from offload.core.strict_json import parse_json, printable, read_as, shown
 from offload.core.timeline import ROWS, Event, StepFact, to_chrome
 from offload.planning.layout import ParamSpec
+from offload.telemetry.iterations import IterationSummary
 
 KEY = "offload"
 VERSION = 1
@@ -110,6 +111,11 @@ class Run:
     events: tuple[Event, ...]
     memory: tuple[str, ...]
     samples: tuple[tuple[float, tuple[int, ...]], ...]
+
+    @property
+    def iterations(self) -> IterationSummary:
+        """The summary of the iterations, as that of the report."""
+        return IterationSummary.of(self.about.steps, self.about.numbers)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a file that only its owner can read; an existing one is replaced."""

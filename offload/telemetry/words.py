@@ -1,5 +1,5 @@
-"""Numbers and their names as text, the same in the report, the page, the picture and the terminal.
-Needs no torch.
+"""Numbers and their names as text, the same in the report, the page, the picture and the terminal;
+and as the flat numbers of logs, with the loggers that take them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
+from offload.core.errors import ConfigError
 from offload.core.timeline import IN_MODEL
 from offload.telemetry.iterations import OUTSIDE, IterationSummary, is_wait
 
@@ -64,12 +65,10 @@ def as_numbers(part: object, *names: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-class _Numbers(Protocol):
-    def to_dict(self) -> Mapping[str, Any]: ...
-
-
-def below(prefix: str, part: Mapping[str, Any] | _Numbers | None) -> dict[str, Any]:
-    """Return the numbers of a part with `prefix/` before each name; none of None."""
+def below(prefix: str, part: Any) -> dict[str, Any]:
+    """Return the numbers of a part, a mapping or what has `to_dict()`, with `prefix/` before each
+    name; none of None.
+    """
     numbers = part if isinstance(part, Mapping | None) else part.to_dict()
     return {f"{prefix}/{name}": value for name, value in (numbers or {}).items()}
 
@@ -138,3 +137,47 @@ def show_ratio(before: float | None, after: float | None) -> str:
         return "from 0" if after else "to 0"
     ratio = after / before
     return f"{ratio:.2f}×" if ratio < 99.5 else f"{ratio:.3g}×"  # noqa: RUF001 # times, no x
+
+
+# --- loggers --------------------------------------------------------------------------------------
+# Neither TensorBoard nor Weights & Biases is imported, and neither is needed.
+
+
+class ScalarWriter(Protocol):
+    """The method that TensorBoard's SummaryWriter has."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+class RunLogger(Protocol):
+    """The method that a run of Weights & Biases has, and the module `wandb` itself."""
+
+    def log(self, data: dict[str, float], *, step: int) -> Any: ...
+
+
+Writer = ScalarWriter | RunLogger
+
+
+def check_writer(writer: object, what: str) -> None:
+    """Raise a `ConfigError` unless numbers can be written there. what: the argument, for the
+    message.
+    """
+    if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
+        raise ConfigError(
+            f"{what}: expected TensorBoard's SummaryWriter (add_scalar) or a run of W&B (log), got "
+            f"{type(writer).__name__}, which has neither"
+        )
+
+
+def log_numbers(writer: Writer, numbers: Mapping[str, float], step: int) -> None:
+    """Write all numbers for one step: one by one with `add_scalar` if the writer has it, else at
+    once.
+    """
+    check_writer(writer, "log_to")
+    add: Any = getattr(writer, "add_scalar", None)
+    if callable(add):
+        for name, value in numbers.items():
+            add(name, value, step)
+    else:
+        log: Any = writer.log  # type: ignore[union-attr]
+        log(dict(numbers), step=step)

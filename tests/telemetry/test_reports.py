@@ -43,7 +43,7 @@ from offload.planning import planner
 from offload.planning.limits import host_bytes
 from offload.planning.state_plan import Speeds
 from offload.storage.engine import Fault, FaultKind
-from offload.telemetry.report import CAUSES
+from offload.telemetry.parts import CAUSES
 
 NUMEL = 64 * 300 + 300
 
@@ -464,9 +464,9 @@ def test_memory_that_the_books_do_not_explain_is_told(
 
 
 def own_peak() -> int:
-    from offload.telemetry import report_builder
+    from offload.telemetry import parts
 
-    return report_builder.HOST.peak_bytes
+    return parts.HOST.peak_bytes
 
 
 def test_memory_of_the_process_is_not_told_where_it_is_not_known(

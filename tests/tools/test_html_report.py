@@ -36,7 +36,7 @@ from offload.telemetry import run_file
 from offload.telemetry.iterations import is_wait, iterations_of
 from offload.telemetry.run_file import About, ParamFact, Run, UnitFact
 from offload.telemetry.words import show_ratio, show_seconds, show_share
-from offload.tools.html_report import make_page, make_picture, summarize, to_perfetto
+from offload.tools.html_report import make_page, make_picture, to_perfetto
 from offload.tools.html_report.page import environment
 from offload.tools.html_report.picture import COLOURS
 from offload.tools.html_report.timeline import (
@@ -142,14 +142,14 @@ EMPTY = Run(
 
 
 def test_an_iteration_goes_from_end_to_end_of_steps() -> None:
-    found = summarize(RUN)
+    found = RUN.iterations
     assert [one.total_s for one in iterations_of(ABOUT.steps)] == [None, 4.0, 4.0]
     assert (found.steps, found.span_s) == (3, (4.0, 4.0))
     assert (found.typical_s, found.step_s, found.is_whole) == (4.0, 2.0, True)
 
 
 def test_parts_add_up_to_the_iteration_and_waits_are_told_apart() -> None:
-    found = summarize(RUN)
+    found = RUN.iterations
     assert sum(found.parts.values()) == pytest.approx(4.0)
     assert found.parts["outside"] == pytest.approx(1.8)
     assert found.stalls == pytest.approx({"model: parameter read": 0.2, "step(): disk read": 0.1})
@@ -158,11 +158,11 @@ def test_parts_add_up_to_the_iteration_and_waits_are_told_apart() -> None:
 
 
 def test_the_ceiling_is_computing_or_the_disk() -> None:
-    found = summarize(RUN)
+    found = RUN.iterations
     assert found.limit == "computing"
     assert found.least_s == pytest.approx(3.7)
     slow = replace(RUN, about=replace(ABOUT, numbers={"speed/disk_bytes_per_s": 10.6e6}))
-    found = summarize(slow)
+    found = slow.iterations
     assert found.limit == "the disk"
     assert found.least_s == pytest.approx(40 * MIB / 10.6e6)
 
@@ -170,20 +170,20 @@ def test_the_ceiling_is_computing_or_the_disk() -> None:
 def test_no_run_is_faster_than_its_ceiling() -> None:
     """The rate that step() saw may be below that of the whole iteration."""
     slow = replace(RUN, about=replace(ABOUT, numbers={"speed/disk_bytes_per_s": 1.0}))
-    assert summarize(slow).share_of_ceiling == pytest.approx(1.0)
+    assert slow.iterations.share_of_ceiling == pytest.approx(1.0)
 
 
 def test_no_typical_iteration_is_faster_than_its_own_least() -> None:
     """One long iteration moves means, not medians: both numbers of the sentence are medians."""
     ends = [4.0, 8.0, 12.0, 16.0, 22.0]  # iterations of 4, 4, 4 and 6 s
     facts = tuple(fact(n + 1, end - 2.0, end) for n, end in enumerate(ends))
-    found = summarize(replace(RUN, about=replace(ABOUT, steps=facts)))
+    found = replace(RUN, about=replace(ABOUT, steps=facts)).iterations
     assert found.typical_s == 4.0 and found.least_s == pytest.approx(3.7)
     assert found.share_of_ceiling == pytest.approx(found.least_s / found.typical_s)
 
 
 def test_hits_and_bytes_are_those_of_an_iteration() -> None:
-    found = summarize(RUN)
+    found = RUN.iterations
     assert found.hit_rate == 0.75
     assert found.device_hit_rate is None
     assert found.moved["disk_read_bytes"] == 30 * MIB
@@ -193,7 +193,7 @@ def test_a_long_iteration_is_left_out_and_said() -> None:
     steps = [fact(n, 4.0 * n, 4.0 * n + 2) for n in range(5)]
     late = replace(fact(5, 118.0, 120.0), counts={"disk_read_bytes": 1 << 40})
     run = replace(RUN, about=replace(ABOUT, steps=(*steps, late)))
-    found = summarize(run)
+    found = run.iterations
     assert (found.left_out, found.typical_s) == (1, 4.0)
     assert found.moved["disk_read_bytes"] == 30 * MIB
     assert "Left out: 1" in make_page([run], ["x"])
@@ -201,7 +201,7 @@ def test_a_long_iteration_is_left_out_and_said() -> None:
 
 def test_one_step_alone_is_told_as_such() -> None:
     run = replace(RUN, about=replace(ABOUT, steps=ABOUT.steps[:1]))
-    found = summarize(run)
+    found = run.iterations
     assert (found.is_whole, found.typical_s) == (False, 2.0)
     assert found.stalls == pytest.approx({"step(): disk read": 0.1})
     assert "step() takes 2 s" in make_page([run], ["x"])
@@ -496,7 +496,7 @@ def test_a_run_of_absurd_numbers_is_a_page_all_the_same(seed: int) -> None:
         except FormatError:
             continue
         assert Elements(make_page([run, RUN], ["x", "y"])).open == []
-        json.dumps([to_perfetto([run], ["x"]), summarize(run).to_dict()], allow_nan=False)
+        json.dumps([to_perfetto([run], ["x"]), run.iterations.to_dict()], allow_nan=False)
         pages += 1
     assert pages > 20
 

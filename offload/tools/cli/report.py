@@ -19,7 +19,7 @@ from offload.core.portable import write_private
 from offload.core.strict_json import printable
 from offload.telemetry.run_file import Run, load
 from offload.telemetry.words import show_part, show_seconds, show_share
-from offload.tools.html_report import make_page, make_picture, summarize, to_perfetto
+from offload.tools.html_report import make_page, make_picture, to_perfetto
 from offload.tools.html_report.timeline import tiers_of
 from offload.tools.output import print_result
 
@@ -120,7 +120,8 @@ def make(kind: str, runs: Sequence[Run], paths: Sequence[Path]) -> str | bytes:
 def describe(runs: Sequence[Run], paths: Sequence[Path], targets: dict[str, Path]) -> list[str]:
     """Return the lines of the result: one for each run, then one for each file."""
     lines = []
-    for one, path in zip(map(summarize, runs), paths, strict=True):
+    for run, path in zip(runs, paths, strict=True):
+        one = run.iterations
         moved = (
             f"{format_size(round(one.moved.get(f'disk_{what}_bytes', 0)))} {what}"
             for what in ("read", "written")
@@ -141,7 +142,7 @@ def as_json(runs: Sequence[Run], paths: Sequence[Path], targets: dict[str, Path]
             "trace": str(path),
             "title": run.about.title,
             "date": run.about.date,
-            **summarize(run).to_dict(),
+            **run.iterations.to_dict(),
             "memory": {
                 tier.name: {"peak_bytes": tier.peak_bytes, "budget_bytes": tier.budget_bytes}
                 for tier in tiers_of(run)

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from offload.tools.html_report.page import make_page
 from offload.tools.html_report.picture import make_picture
-from offload.tools.html_report.timeline import summarize, to_perfetto
+from offload.tools.html_report.timeline import to_perfetto
 
-__all__ = ["make_page", "make_picture", "summarize", "to_perfetto"]
+__all__ = ["make_page", "make_picture", "to_perfetto"]

@@ -35,7 +35,6 @@ from offload.tools.html_report.timeline import (
     draw,
     kind_of,
     kind_of_part,
-    summarize,
     tiers_of,
 )
 
@@ -119,7 +118,7 @@ def _shown(run: Run, path: str) -> dict[str, Any]:
     return {
         "path": path,
         "about": run.about,
-        "found": summarize(run),
+        "found": run.iterations,
         "iterations": iterations,
         "longest_s": max((one.whole_s for one in iterations), default=0.0),
         "bars": [*_bars(iterations)],

@@ -22,7 +22,6 @@ from offload.tools.html_report.timeline import (
     first_view,
     kind_of,
     kind_of_part,
-    summarize,
     tiers_of,
 )
 
@@ -68,7 +67,7 @@ def make_picture(runs: Sequence[Run], paths: Sequence[str]) -> bytes:
 
 def _fill(figure: Any, runs: Sequence[Run], paths: Sequence[str]) -> None:
     axes = figure.subplots(3, len(runs), squeeze=False, height_ratios=(3, 1.6, 2))
-    found = [summarize(run) for run in runs]
+    found = [run.iterations for run in runs]
     views = [first_view(run.events) for run in runs]
     span_s = max(end_s - begin_s for begin_s, end_s in views)
     longest_s = max((s for one in found for s in one.parts.values()), default=1.0) or 1.0

@@ -32,7 +32,7 @@ from offload.core.timeline import (
     Event,
     to_chrome,
 )
-from offload.telemetry.iterations import IterationSummary, is_wait
+from offload.telemetry.iterations import is_wait
 from offload.telemetry.run_file import About, Run
 
 # Rows from top to bottom: their labels, and the kinds in them.
@@ -122,11 +122,6 @@ def whole_iterations(events: Iterable[Event]) -> list[tuple[float, float]]:
     """
     ends_s = sorted(event.end_s for event in events if event.row == STEP)
     return [*pairwise(ends_s)]
-
-
-def summarize(run: Run) -> IterationSummary:
-    """Summarize the iterations of a run, as its report does."""
-    return IterationSummary.of(run.about.steps, run.about.numbers)
 
 
 def typical_iteration(events: Sequence[Event]) -> tuple[float, float] | None:

@@ -1,4 +1,6 @@
-"""What a prepared model uses: where its bytes are, what it waits for, and what its ranks move."""
+"""The parts of a report: what steps move and what their time goes to; what a prepared model, the
+ranks and the process use.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,81 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offload.core.budget import HOST
 from offload.core.config import format_size
+from offload.core.heap import HEAP
 from offload.core.metrics import MetricsSnapshot
+from offload.core.timeline import OTHER
 from offload.distributed import NETWORK
 from offload.params.gathered_tier import GatheredTier
 from offload.params.prepared import Prepared
 from offload.planning.shares import Shares
+from offload.planning.state_plan import RankShare, Speeds
 from offload.telemetry.iterations import Iteration, hit_rate
-from offload.telemetry.words import as_numbers, below, show_rate, show_seconds, show_share
+from offload.telemetry.words import (
+    MOVES,
+    as_numbers,
+    below,
+    flat_key,
+    show_rate,
+    show_seconds,
+    show_share,
+)
 
+# Causes of a step's seconds. All are listed, also those that took none; other causes follow.
+CAUSES = ("disk read", "disk write", "device copy", "network", "gradient norm", "update", OTHER)
+BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the engine's account, before the report mentions it
 _WAITS = ("parameter read", "parameter write", "device copy", NETWORK)
 _ACTIVATION_WAITS = ("activation read", "activation write")
+
+
+@dataclass(frozen=True)
+class Account:
+    """The bytes that some steps have moved, and the causes of their time; the seconds add up to the
+    time in `step()`. ceiling_s: the least time that the measured speeds allow; None: not known.
+    """
+
+    counts: Mapping[str, int]
+    seconds: dict[str, float]
+    ceiling_s: float | None
+
+    @classmethod
+    def of(
+        cls, snapshot: MetricsSnapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
+    ) -> Account:
+        """Make the account of a snapshot. stepped: the bytes that were moved within steps, if bytes
+        were moved outside of steps, too.
+        """
+        counts = dict(snapshot.counts)
+        seconds = {cause: snapshot.seconds.get(cause, 0.0) for cause in CAUSES}
+        seconds.update(snapshot.seconds)
+        moved = counts if stepped is None else stepped
+        disk = moved.get("disk_read_bytes", 0) + moved.get("disk_written_bytes", 0)
+        parts = speeds.least_s(disk, moved.get("updated_bytes", 0))
+        return cls(counts, seconds, max(parts.values()) if parts else None)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def share_of_ceiling(self) -> float | None:
+        """The least possible time over the time taken: 1 is as fast as the slower of disk and
+        update could be alone.
+        """
+        return self.ceiling_s / self.step_s if self.ceiling_s and self.step_s else None
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes by tier and direction."""
+        return {name: self.counts.get(name, 0) for name in MOVES}
+
+    def to_dict(self) -> dict[str, float]:
+        return {
+            **self.moved,
+            **as_numbers(self, "step_s", "ceiling_s", "share_of_ceiling"),
+            **{f"seconds/{flat_key(cause)}": value for cause, value in self.seconds.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -206,6 +272,67 @@ class ModelUse:
         notes.append(("host memory, taken", self.shares.taken))
         notes.append(("disk, in use", size(self.disk_bytes)))
         return notes
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """The traffic of an optimizer whose state is sharded over ranks. sent_bytes: of this rank, by
+    kind, since it was wrapped: `gather` for new parameters (and whole states), `reduce` for
+    gradients, `control` for messages between ranks.
+    """
+
+    share: RankShare
+    sent_bytes: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, int]:
+        plain = as_numbers(self.share, "stage", "rank", "count")
+        return {**plain, **below("sent_bytes", self.sent_bytes)}
+
+    def notes(self) -> list[tuple[str, str]]:
+        each = ", ".join(f"{kind} {format_size(n)}" for kind, n in self.sent_bytes.items())
+        return [("ranks", str(self.share)), ("sent over the network", each or "nothing")]
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """The resident memory of this process as the kernel counts it, beside the engine's own account.
+
+    base_bytes: RSS before the engine took any memory.
+    engine_bytes: the most that it has taken of `host_memory`.
+    peak_bytes: the highest RSS since then.
+    """
+
+    base_bytes: int
+    engine_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def now(cls) -> ProcessUse | None:
+        """Return None if it is not known, or if the process had more memory before."""
+        base, peak = HEAP.base_bytes, HEAP.peak_bytes()
+        return None if base is None or peak is None else cls(base, HOST.peak_bytes, peak)
+
+    @property
+    def beyond_bytes(self) -> int:
+        """The bytes of the peak that the engine's account does not explain."""
+        return max(0, self.peak_bytes - self.base_bytes - self.engine_bytes)
+
+    def to_dict(self) -> dict[str, int]:
+        return {"peak_bytes": self.peak_bytes, "beyond_books_bytes": self.beyond_bytes}
+
+    def notes(self) -> list[tuple[str, str]]:
+        """List notes for people; none if the peak is within `BOOKS_MARGIN_BYTES` of the engine's
+        account.
+        """
+        if self.beyond_bytes <= BOOKS_MARGIN_BYTES:
+            return []
+        size = format_size
+        text = (
+            f"{size(self.peak_bytes)} at the peak, {size(self.beyond_bytes)} more than the "
+            f"{size(self.base_bytes)} before and the {size(self.engine_bytes)} that the engine has "
+            "taken: activations, gradients in autograd's hands, your own data"
+        )
+        return [("resident memory", text)]
 
 
 def _waited_s(snapshot: MetricsSnapshot, causes: Iterable[str]) -> float:
