@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
+from enum import IntEnum
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,13 @@ _MOST_GRACE_S = 2.0
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the sender
 
 
-class SaveRequest(Enum):
-    NOTHING = "nothing"  # no signal yet
-    SAVE = "save"  # save and go on
-    END = "end"  # save and end
-    ENDING = "ending"  # has saved or failed to; the process ends
+class SaveRequest(IntEnum):
+    """What the signals so far ask for. A request replaces only lesser ones."""
 
-
-MOVES = {
-    SaveRequest.NOTHING: {SaveRequest.SAVE, SaveRequest.END},
-    SaveRequest.SAVE: {SaveRequest.NOTHING, SaveRequest.END},
-    SaveRequest.END: {SaveRequest.ENDING},
-    SaveRequest.ENDING: set(),
-}
+    NOTHING = 0  # no signal yet
+    SAVE = 1  # save and go on
+    END = 2  # save and end
+    ENDING = 3  # has saved or failed to; the process ends
 
 
 class save_on_signal:
@@ -152,7 +146,7 @@ class save_on_signal:
     def _is_taken(self, number: int) -> bool:
         """Note the signal, if it asks for more than the one before; return whether it does."""
         wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
-        if wanted not in MOVES[self._ask]:
+        if wanted <= self._ask:
             return False
         self._ask, self._signal = wanted, number
         return True
