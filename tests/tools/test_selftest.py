@@ -601,9 +601,12 @@ def test_a_check_that_crashes_is_a_failure_and_the_others_run(planted: Path) -> 
     assert found.has_failed and list(planted.iterdir()) == []
 
 
-def test_a_check_that_hangs_is_a_failure_and_the_others_run(planted: Path) -> None:
+def test_a_check_that_hangs_is_a_failure_and_the_others_run(
+    planted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LIMIT_S", 3.0)
     names = ("kernels.statistics", "kernels.slices")
-    found = supervise(names, setting_of(planted), lambda *_: None, limit_s=3.0)
+    found = supervise(names, setting_of(planted), lambda *_: None)
     assert [result.status for result in found.results] == [CheckStatus.FAILED, CheckStatus.PASSED]
     assert "its process had not ended after 3 s" in found.results[0].text
     assert list(planted.iterdir()) == []

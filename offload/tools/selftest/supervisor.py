@@ -48,11 +48,9 @@ class CheckResults:
         return any(result.status is CheckStatus.FAILED for result in self.results)
 
 
-def supervise(
-    names: Sequence[str], setting: Setting, progress: Progress, limit_s: float = LIMIT_S
-) -> CheckResults:
+def supervise(names: Sequence[str], setting: Setting, progress: Progress) -> CheckResults:
     """Run the checks in a new directory below `setting.directory`; `setting.device` may be "auto".
-    limit_s: the most seconds of one check. Blocks.
+    Blocks.
 
     Raises `ConfigError` if the device cannot be used or the directory is none, `StoreError` if it
     cannot be written to, and `StateError` if the worker ends, or is late, while no check runs.
@@ -63,20 +61,16 @@ def supervise(
         inside = replace(setting, directory=directory)
         while left := names[len(findings.results) :]:
             with _CheckProcess(left, inside) as worker:
-                _follow(worker, names, findings, progress, limit_s)
+                _follow(worker, names, findings, progress)
     return findings
 
 
 def _follow(
-    worker: _CheckProcess,
-    names: Sequence[str],
-    findings: CheckResults,
-    progress: Progress,
-    limit_s: float,
+    worker: _CheckProcess, names: Sequence[str], findings: CheckResults, progress: Progress
 ) -> None:
     """Collect the worker's messages until it ends; the check that was running then has failed."""
     begun = ""
-    for message in worker.messages(limit_s):
+    for message in worker.messages():
         if "refused" in message:
             raise ConfigError(message["refused"])
         if "about" in message:
@@ -119,15 +113,15 @@ class _CheckProcess:
         """The seconds since the worker's last message."""
         return time.monotonic() - self._begin_s
 
-    def messages(self, limit_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the worker's messages until it ends, or until it has sent nothing for `limit_s`;
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the worker's messages until it ends, or until it has sent nothing for LIMIT_S;
         before the first check for START_LIMIT_S, since it imports torch.
         """
         has_begun, pipe = False, self._process.stdout
         assert pipe is not None
         while True:
             self._begin_s = time.monotonic()
-            wait_s = limit_s if has_begun else START_LIMIT_S
+            wait_s = LIMIT_S if has_begun else START_LIMIT_S
             ready, _, _ = select.select([pipe], [], [], wait_s)
             self._is_late = not ready
             data = pipe.read(1 << 16) if ready else b""

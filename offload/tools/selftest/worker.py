@@ -142,7 +142,7 @@ def _where(error: Exception) -> str:
 def about_machine(setting: Setting) -> dict[str, str]:
     """Return the facts about the machine that a bug report must have: names and texts, in order."""
     machine = read_machine()
-    cpu, memory = machine.cpu, machine.memory
+    cpu, memory, found = machine.cpu, machine.memory, machine.torch
     total, free = memory.total_bytes, free_memory_bytes(memory)
     limit = memory.cgroup_limit_bytes
     rows = {
@@ -152,7 +152,7 @@ def about_machine(setting: Setting) -> dict[str, str]:
         + (f", limited to {show_size(limit)}" if limit else ""),
         "kernel": f"{machine.system} {machine.kernel}",
         "python": platform.python_version(),
-        "torch": _torch(machine),
+        "torch": f"broken: {found.error}" if found.version is None else describe(found.version),
         "instruction set": _instruction_set(),
         "I/O engine": _io_engine(),
         "device": _device(setting, machine),
@@ -162,11 +162,6 @@ def about_machine(setting: Setting) -> dict[str, str]:
     if forced:
         rows["environment"] = ", ".join(forced)
     return rows
-
-
-def _torch(machine: HostFacts) -> str:
-    version = machine.torch.version
-    return f"broken: {machine.torch.error}" if version is None else describe(version)
 
 
 def _instruction_set() -> str:
