@@ -65,9 +65,10 @@ def measure_disk(
         def run() -> float:
             return _rate(act(_patience(bench.sizes)))
 
-        runs, unit = bench.sizes.writing_runs, FigureUnit.BYTES_PER_S
-        return bench.measure(f"{label}: {kind}", unit, run, runs, warm_up=False)
+        return bench.measure(f"{label}: {kind}", FigureUnit.BYTES_PER_S, run, runs, warm_up=False)
 
+    most = bench.sizes.disk_runs
+    runs = Repeats(bench.sizes.seconds, min(2, most), most)
     fill(bench, traffic, label)
     write, read = figure("write", traffic.write), figure("read", traffic.read)
     return DiskFigures(tuple(map(str, directories)), read, write, figure("mixed", traffic.mix))

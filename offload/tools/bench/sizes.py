@@ -12,9 +12,9 @@ from offload.planning.layout import ELEMENT_BYTES, round_up
 from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL
 from offload.planning.state_plan import Plan
 from offload.tools.bench.figure import BenchProgress, Figure, FigureUnit, Repeats, repeat
+from offload.tools.forecast.model_shape import Shape
 
 _MOST_RUNS = 400  # of a measurement that writes nothing
-_STEP_SECONDS = 8  # training may take so many times as long as a figure
 _SUSTAINED_FILES = 5  # the files take one such part of all bytes written
 TENTHS = 10
 RUNS_A_TENTH = 4
@@ -26,8 +26,8 @@ _ROOM_BYTES = ELEMENT_BYTES * 8
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """The size of the model whose training is measured, a `StandIn`."""
+class ModelSize(Shape):
+    """The shape of the model whose training is measured, a `StandIn`, and of its batches."""
 
     layers: int = 4
     hidden: int = 384
@@ -36,12 +36,6 @@ class ModelSize:
     intermediate: int = 1024
     batch: int = 4
     length: int = 128
-
-    @property
-    def numel(self) -> int:
-        """The number of parameter elements, norms included."""
-        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + (2 * self.vocabulary + 1) * self.hidden
 
     @property
     def tokens(self) -> int:
@@ -70,18 +64,6 @@ class BenchSizes:
     model: ModelSize = ModelSize()
     steps: int = 6  # of training, at most
     warm_up_steps: int = 2
-
-    @property
-    def runs(self) -> Repeats:
-        return Repeats(self.seconds, self.least_runs, _MOST_RUNS)
-
-    @property
-    def writing_runs(self) -> Repeats:
-        return Repeats(self.seconds, min(2, self.disk_runs), self.disk_runs)
-
-    @property
-    def step_runs(self) -> Repeats:
-        return Repeats(_STEP_SECONDS * self.seconds, min(2, self.steps), self.steps)
 
     # --- bytes that move --------------------------------------------------------------------------
 
@@ -169,7 +151,8 @@ class Bench:
         write nothing.
         """
         self.progress.begin(name)
-        each = repeat(run, runs or self.sizes.runs, self.progress.at, warm_up)
+        often = runs or Repeats(self.sizes.seconds, self.sizes.least_runs, _MOST_RUNS)
+        each = repeat(run, often, self.progress.at, warm_up)
         return self.done(name, unit, each)
 
     def done(self, name: str, unit: FigureUnit, each: Sequence[float]) -> Figure:

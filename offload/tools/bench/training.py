@@ -12,11 +12,12 @@ import torch
 from offload.api import prepare, report
 from offload.params.prepared import prepared_of
 from offload.planning.layout import ELEMENT_BYTES
-from offload.tools.bench.figure import Figure, FigureUnit, repeat
+from offload.tools.bench.figure import Figure, FigureUnit, Repeats, repeat
 from offload.tools.bench.sizes import Bench
 from offload.tools.forecast.synthetic_llama import StandIn
 
 _SEED = 1
+_STEP_SECONDS = 8  # training may take so many times as long as a figure
 _NEEDS_BYTES = ELEMENT_BYTES * 4  # per element: the parameter, its gradient, two moments
 
 
@@ -98,4 +99,5 @@ def _train(bench: Bench, model: Any, optimizer: Any, device: torch.device) -> li
 
     for _ in range(sizes.warm_up_steps):
         iterate()
-    return repeat(iterate, sizes.step_runs, bench.progress.at, warm_up=False)
+    runs = Repeats(_STEP_SECONDS * sizes.seconds, min(2, sizes.steps), sizes.steps)
+    return repeat(iterate, runs, bench.progress.at, warm_up=False)
