@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 import offload
 from offload.core.config import format_size
 from offload.core.drive_facts import DirectoryFacts, read_directory
-from offload.core.errors import CapacityError, ConfigError, FormatError, OffloadError, StoreError
+from offload.core.errors import CapacityError, ConfigError, FormatError, OffloadError
 from offload.core.host_facts import read_accelerator, read_memory, read_torch
+from offload.core.portable import refused
 from offload.core.strict_json import printable
 from offload.planning import profile
 from offload.planning.profile import Profile
@@ -296,10 +297,5 @@ def _save(made: Profile, path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(
-            f"{printable(path.parent)}: cannot be made: {error.strerror}; name --output",
-            errno=error.errno,
-            operation="mkdir",
-            file=str(path.parent),
-        ) from error
+        raise refused(path.parent, "make", error, remedy="name --output") from error
     made.save(path)

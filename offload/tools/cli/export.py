@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from offload.core.config import format_size, parse_size
-from offload.core.errors import ConfigError, StoreError
+from offload.core.errors import ConfigError
+from offload.core.portable import refused
 from offload.core.strict_json import printable
 from offload.tools.output import complain, print_result
 
@@ -100,9 +101,7 @@ def _export_optimizer(reader: CheckpointReader, file: Path) -> None:
             os.fsync(written.fileno())
         os.rename(part, file)
     except OSError as error:
-        raise StoreError(
-            f"{printable(file)}: cannot write it: {error}", errno=error.errno, file=str(file)
-        ) from error
+        raise refused(file, "write", error, remedy="see that you may write there") from error
     finally:
         with suppress(OSError):
             part.unlink()
