@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from operator import length_hint
 from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 
@@ -92,27 +93,24 @@ class _DonePoint(NamedTuple):
     tokens: int
 
 
+@dataclass(eq=False, repr=False)
 class Progress(Generic[_T]):
     """An iterator over the batches of one loader, for one pass; another `iter()` after its end
     raises `StateError`. A step counts as done when the next batch is requested. For the training
     thread only.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[_T],
-        optimizer: Any,
-        screen: StatusLine,
-        tokens: int | Callable[[_T], int] | None,
-        start: int,
-        total: int | None,
-        writer: Writer | None,
-        log_every: int,
-    ) -> None:
-        self._loader, self._optimizer, self._screen = loader, optimizer, screen
-        self._device = _device_of(optimizer)
-        self._tokens_of, self._start, self._total = tokens, start, total
-        self._writer, self._log_every = writer, log_every
+    _loader: Iterable[_T]
+    _optimizer: Any
+    _screen: StatusLine
+    _tokens_of: int | Callable[[_T], int] | None
+    _start: int
+    _total: int | None
+    _writer: Writer | None
+    _log_every: int
+
+    def __post_init__(self) -> None:
+        self._device = _device_of(self._optimizer)
         self._batches: Iterator[_T] | None = None  # None: no batch has been requested yet
         self._is_over = False
         self._numbers: dict[str, Any] = {}  # set by the loop; tensors are not read yet
@@ -122,7 +120,7 @@ class Progress(Generic[_T]):
         self._shown_done = self._logged_done = 0
         self._steps_seen = 0  # optimizer steps when the last line was shown
         # Ends the line also if the loop is left early or by an exception.
-        self._end = weakref.finalize(self, screen.end)
+        self._end = weakref.finalize(self, self._screen.end)
 
     def set(self, **numbers: Any) -> None:
         """Set numbers that the loop knows, which the line shows; `loss` comes first. Tensors of one
@@ -217,8 +215,7 @@ class Progress(Generic[_T]):
         step_s, tokens_per_s = self._speed()
         ours = {**(told.to_dict() if told is not None else {}), **live}
         ours |= {"seconds_per_step": step_s, "tokens_per_s": tokens_per_s}
-        plain = {name: value for name, value in ours.items() if isinstance(value, int | float)}
-        both = {**below("offload", plain), **below("train", numbers)}
+        both = {**below("offload", ours), **below("train", numbers)}
         log_numbers(self._writer, both, self._start + self._done)
 
 

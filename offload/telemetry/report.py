@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,10 @@ import torch
 
 from offload.core.config import format_size
 from offload.core.errors import ConfigError
-from offload.core.metrics import MOST_EVENTS, Metrics, Sample
+from offload.core.metrics import MOST_EVENTS, Sample
 from offload.core.timeline import IN_MODEL, IN_STEP, Event, StepFact, whole_steps
 from offload.optim import Session, is_wrapped
+from offload.optim.optimizer import session_of
 from offload.optim.step_stats import StepStats
 from offload.params.prepared import Prepared, prepared_of
 from offload.params.trace import Trace
@@ -157,8 +157,7 @@ class Report:
         """Write all numbers to TensorBoard's SummaryWriter, to a run of W&B, or to any object with
         the `add_scalar` of the one or the `log` of the other.
         """
-        plain = {k: v for k, v in self.to_dict().items() if isinstance(v, int | float)}
-        log_numbers(writer, below("offload", plain), step)
+        log_numbers(writer, below("offload", self.to_dict()), step)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a file: for `offload report` (a page), for `offload plan --trace`, and
@@ -202,7 +201,9 @@ class Report:
                 for step in self.steps_done
             ),
             fallbacks=self.fallbacks,
-            numbers={name: float(n) for name, n in self.to_dict().items() if _is_plain(n)},
+            numbers={
+                name: float(n) for name, n in self.to_dict().items() if not isinstance(n, str)
+            },
         )
 
     def __str__(self) -> str:
@@ -270,13 +271,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= 0
-
-
-# --- how it is made ---
+# --- how it is made -------------------------------------------------------------------------------
 
 
 def report_on(optimizer: Any) -> Report:
@@ -284,19 +279,17 @@ def report_on(optimizer: Any) -> Report:
     one.
     """
     made = prepared_of(optimizer)
-    if made is not None and made.session is None:  # for evaluation
-        return _report(made, None, made.metrics, StepStats(made.metrics))
-    session: Session = made.session if made and made.session else _session_of(optimizer)
-    made = session.coordinator.owner if isinstance(session.coordinator.owner, Prepared) else None
-    return _report(made, session, session.metrics, session.step_stats)
-
-
-def _report(
-    made: Prepared | None, session: Session | None, metrics: Metrics, step_stats: StepStats
-) -> Report:
-    """Make the report. At least one of `made` and `session` is not None."""
-    total, speeds, steps_done = metrics.snapshot(), step_stats.speeds, step_stats.steps.so_far()
+    session = made.session if made is not None else _session_of(optimizer)
     coordinator = session.coordinator if session is not None else None
+    if coordinator is not None:
+        made = coordinator.owner if isinstance(coordinator.owner, Prepared) else None
+    if session is not None:
+        stats = session.step_stats
+    else:  # for evaluation
+        assert made is not None
+        stats = StepStats(made.metrics)
+    metrics, total, speeds = stats.metrics, stats.metrics.snapshot(), stats.speeds
+    steps_done = stats.steps.so_far()
     store = coordinator.store if coordinator else made.store if made is not None else None
     pools = coordinator.pools if coordinator else []
     if made is not None and made.pool is not None:
@@ -306,8 +299,8 @@ def _report(
     last = [None, *iterations_of(steps_done[-2:])][-1]
     return Report(
         plan=plan,
-        total=Account.of(total, speeds, step_stats.stepped),
-        last=Account.of(step_stats.last, speeds),
+        total=Account.of(total, speeds, stats.stepped),
+        last=Account.of(stats.last, speeds),
         outside=dict(total.outside),
         speeds=speeds,
         fallbacks=dict(total.fallbacks),
@@ -336,8 +329,7 @@ def _session_of(optimizer: Any) -> Session:
                 f"report: expected a wrapped optimizer or a prepared model, got "
                 f"{type(optimizer).__name__}"
             )
-    session: Session = found._offload_session
-    return session
+    return session_of(found)
 
 
 # --- what a run is --------------------------------------------------------------------------------

@@ -160,18 +160,14 @@ def from_dict(data: Any) -> Run:
     if found.get("version") != VERSION:
         raise FormatError(f"expected version {VERSION}, got {shown(found.get('version'))}")
     about = read_as(About, found.get("about"), "about")
-    _check_keys(found["about"])
+    missing = [each.name for each in fields(About) if each.name not in found["about"]]
+    if missing:
+        raise FormatError(f"about: has no {missing[0]!r}")
     _check_units(about)
     memory = read_as(tuple[str, ...], found.get("memory"), "memory")
     events = tuple(_event(item) for item in _list(found, "events"))
     samples = tuple(_sample(item, len(memory)) for item in _list(found, "samples"))
     return Run(about, events, memory, samples)
-
-
-def _check_keys(about: Mapping[str, Any]) -> None:
-    missing = [each.name for each in fields(About) if each.name not in about]
-    if missing:
-        raise FormatError(f"about: has no {missing[0]!r}")
 
 
 def _check_units(about: About) -> None:

@@ -169,15 +169,16 @@ def check_writer(writer: object, what: str) -> None:
         )
 
 
-def log_numbers(writer: Writer, numbers: Mapping[str, float], step: int) -> None:
-    """Write all numbers for one step: one by one with `add_scalar` if the writer has it, else at
-    once.
+def log_numbers(writer: Writer, told: Mapping[str, Any], step: int) -> None:
+    """Write all numbers of `told` for one step, not its texts: one by one with `add_scalar` if the
+    writer has it, else at once.
     """
     check_writer(writer, "log_to")
+    numbers = {name: value for name, value in told.items() if isinstance(value, int | float)}
     add: Any = getattr(writer, "add_scalar", None)
     if callable(add):
         for name, value in numbers.items():
             add(name, value, step)
     else:
         log: Any = writer.log  # type: ignore[union-attr]
-        log(dict(numbers), step=step)
+        log(numbers, step=step)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Any, Final
 
@@ -145,22 +146,15 @@ def first_view(events: Sequence[Event]) -> tuple[float, float]:
 def costs_of(run: Run) -> list[UnitCost]:
     """Return each unit's cost, means over the iterations of the timeline; empty without units."""
     costs = [UnitCost(unit.name, unit.nbytes) for unit in run.about.units]
-    finder, (begin_s, end_s, count) = HtmlReportUnits(run.about), _window(run.events)
+    finder = HtmlReportUnits(run.about)
+    # Without a whole iteration, all events count as one.
+    whole = whole_iterations(run.events) or [(-inf, inf)]
+    begin_s, end_s = whole[0][0], whole[-1][1]
     for event in run.events:
         unit = finder.find(event.name)
         if unit is not None and begin_s <= event.begin_s < end_s and event.row != STEP:
-            costs[unit].add(event, 1 / count)
+            costs[unit].add(event, 1 / len(whole))
     return costs
-
-
-def _window(events: Sequence[Event]) -> tuple[float, float, int]:
-    """Return begin, end and number of the whole iterations. Without one, all events count as one
-    iteration.
-    """
-    whole = whole_iterations(events)
-    if whole:
-        return whole[0][0], whole[-1][1], len(whole)
-    return float("-inf"), float("inf"), 1
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -206,22 +200,17 @@ def tiers_of(run: Run) -> tuple[MemoryBands, ...]:
         tier, _, what = kind.partition(": ")
         values = tuple(nbytes[number] for _, nbytes in samples)
         bands.setdefault(tier, []).append(Band(what or tier, values))
-    _add_gradients(run, bands, len(samples))
+    # On a CPU torch itself allocates gradients, within the share that the plan sets aside, so no
+    # sampled pool holds them.
+    set_aside = run.about.shares.get("gradients", 0)
+    if "host" in bands and set_aside and run.about.device == "cpu":
+        bands["host"].insert(0, Band("gradients (set aside)", (set_aside,) * len(samples)))
     budgets = {"host": run.about.host_bytes, "device": run.about.device_bytes}
     known = [name for name in _TIERS if name in bands]
     return tuple(
         MemoryBands(name, times_s, tuple(bands[name]), budgets.get(name))
         for name in dict.fromkeys([*known, *bands])
     )
-
-
-def _add_gradients(run: Run, bands: dict[str, list[Band]], count: int) -> None:
-    """Add a constant band for gradients on a CPU: torch itself allocates them, within the share
-    that the plan sets aside, so no sampled pool holds them.
-    """
-    set_aside = run.about.shares.get("gradients", 0)
-    if "host" in bands and set_aside and run.about.device == "cpu":
-        bands["host"].insert(0, Band("gradients (set aside)", (set_aside,) * count))
 
 
 # --- for the script ------------------------------------------------------------------------------
