@@ -37,7 +37,7 @@ from offload.planning.tuning import UNTUNED
 from offload.planning.unit import PAGE, UnitSizes
 from offload.telemetry.run_file import ParamFact, UnitFact
 from offload.tools.forecast.simulation.device import COMPUTING
-from offload.tools.forecast.simulation.gradients import COPY
+from offload.tools.forecast.simulation.gradients import COPY, in_order_of_units
 from offload.tools.forecast.simulation.training import (
     AHEAD,
     BETWEEN,
@@ -52,7 +52,6 @@ from offload.tools.forecast.simulation.training import (
     UPDATE,
     WHOLE,
     Training,
-    in_order_of_units,
 )
 from offload.tools.forecast.workload import Workload
 
@@ -132,7 +131,7 @@ def _facts(
         is_prepared=True,
         units=sizes,
         gradients=tuple(
-            round_up(params[n].grad_bytes, _ALIGN_BYTES) for n in in_order_of_units(specs)
+            round_up(params[n].grad_bytes, _ALIGN_BYTES) for n in in_order_of_units(params)
         ),
         staging_bytes=staging if device != "cpu" else 0,
         others_bytes=others_bytes,

@@ -167,13 +167,15 @@ class Drives:
 
 
 class Clock:
-    """A virtual clock that advances the drives with it. drives: None if there are none. seconds:
-    those spent so far, by cause.
+    """A virtual clock that advances the drives with it. drives: None if there are none.
+    memory_bytes_per_s: None: what the thread does in memory takes no time. seconds: those spent so
+    far, by cause.
     """
 
-    def __init__(self, drives: Drives | None) -> None:
+    def __init__(self, drives: Drives | None, memory_bytes_per_s: float | None = None) -> None:
         self.now_s = 0.0
         self.drives = drives
+        self._memory_bytes_per_s = memory_bytes_per_s
         self.seconds: dict[str, float] = {}
         self._within: list[str] = []
 
@@ -200,19 +202,22 @@ class Clock:
             left_s = max(0.0, left_s - (end_s - self.now_s) * beside_disk)
             self._go_to(end_s)
 
+    def spend_in_memory(self, nbytes: int, cause: str) -> None:
+        """Advance by reading or writing so many bytes in memory."""
+        if self._memory_bytes_per_s is not None:
+            with self.cause(cause):
+                self.spend(nbytes / self._memory_bytes_per_s)
+
     def wait_until(self, moment_s: float) -> None:
         self._go_to(max(self.now_s, moment_s))
 
     def wait_for(self, request: DriveRequest) -> None:
         assert self.drives is not None, "who has given us a request?"
-        self.drives.advance(self.now_s)
         if request.end_s is None:
             self.drives.urge(request)
-        self._go_to(max(self.now_s, self.drives.finish(request)))
+        self.wait_until(self.drives.finish(request))
 
     def has_ended(self, request: DriveRequest) -> bool:
-        if request.end_s is None and self.drives is not None:
-            self.drives.advance(self.now_s)
         return request.end_s is not None and request.end_s <= self.now_s
 
     def _go_to(self, moment_s: float) -> None:

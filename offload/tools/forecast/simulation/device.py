@@ -62,10 +62,10 @@ class VirtualDevice:
         self.device = _called(name)
         self.memory = VirtualDeviceMemory()
         self.busy_s = self.up_s = self.down_s = 0.0  # of computing, of copies
-        self.computed_until_s = 0.0
+        self.computed_until_s = self.uploaded_until_s = 0.0
         self._up_bytes_per_s, self._down_bytes_per_s, self._metrics = up, down, metrics
         self._waiting_bytes = waiting_bytes
-        self._up_until_s = self._down_until_s = 0.0
+        self._downloaded_until_s = 0.0
         self._next_s = 0.0  # what the next computation waits for
         self._lowering: deque[tuple[float, int]] = deque()  # ends and bytes of downloads
 
@@ -86,26 +86,26 @@ class VirtualDevice:
         self._metrics.count("host_to_device_bytes", nbytes)
         seconds = nbytes / self._up_bytes_per_s
         self.up_s += seconds
-        self._up_until_s = max(self.clock.now_s, self._up_until_s) + seconds
-        return VirtualCopyTicket(self.clock, self._up_until_s)
+        self.uploaded_until_s = max(self.clock.now_s, self.uploaded_until_s) + seconds
+        return VirtualCopyTicket(self.clock, self.uploaded_until_s)
 
     def hold_copies(self) -> None:
         """Make later uploads wait for the computations submitted so far: these still use memory
         that is free now.
         """
-        self._up_until_s = max(self._up_until_s, self.computed_until_s)
+        self.uploaded_until_s = max(self.uploaded_until_s, self.computed_until_s)
 
     def download(self, nbytes: int) -> VirtualCopyTicket:
         """Submit a copy to the host of what is computed now."""
         self._metrics.count("device_to_host_bytes", nbytes)
         seconds = nbytes / self._down_bytes_per_s
         self.down_s += seconds
-        begin_s = max(self.clock.now_s, self._down_until_s, self.computed_until_s)
-        self._down_until_s = begin_s + seconds
-        self._lowering.append((self._down_until_s, nbytes))
+        begin_s = max(self.clock.now_s, self._downloaded_until_s, self.computed_until_s)
+        self._downloaded_until_s = begin_s + seconds
+        self._lowering.append((self._downloaded_until_s, nbytes))
         while sum(n for _, n in self._lowering) > self._waiting_bytes and len(self._lowering) > 1:
             self.need(self._lowering.popleft()[0])
-        return VirtualCopyTicket(self.clock, self._down_until_s)
+        return VirtualCopyTicket(self.clock, self._downloaded_until_s)
 
     def settle(self) -> None:
         """Wait until everything is computed and all downloads have ended."""
@@ -113,7 +113,7 @@ class VirtualDevice:
         with self.clock.cause(COMPUTING):
             self.clock.wait_until(self.computed_until_s)
         with self.clock.cause(DEVICE_COPY):
-            self.clock.wait_until(self._down_until_s)
+            self.clock.wait_until(self._downloaded_until_s)
 
     def poll(self) -> None:
         """Do nothing: tickets end by themselves here."""

@@ -5,15 +5,15 @@ host memory has no room for them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
-
-import torch
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.core.metrics import Metrics
 from offload.optim.gradient_source import Gradient
-from offload.planning.layout import Chunk, Slice
+from offload.params.spill import slot_bytes
+from offload.planning.layout import ELEMENT_BYTES, Chunk, ParamSpec, Slice
+from offload.planning.training import TrainingPlan
 from offload.storage.engine import Priority
+from offload.telemetry.run_file import ParamFact
 from offload.tools.forecast.simulation.clock import Clock
 from offload.tools.forecast.simulation.device import VirtualDevice
 from offload.tools.forecast.simulation.memory import VirtualStore, VirtualTicket
@@ -23,34 +23,32 @@ COPY = "gradient copy"
 
 
 class VirtualGradients:
-    """The gradients of one model.
-
-    spilled: numbers of the parameters whose gradients are spilled. slots: how many chunks'
-    gradients staging memory has room for. memory_bytes_per_s: None: copies in memory take no time.
-    """
+    """The gradients of one model."""
 
     def __init__(
         self,
         work: Workload,
-        spilled: AbstractSet[int],
-        slots: int,
+        plan: TrainingPlan,
         clock: Clock,
         metrics: Metrics,
         store: VirtualStore | None,
         device: VirtualDevice | None,
-        memory_bytes_per_s: float | None,
     ) -> None:
-        self._params, self._spilled, self._slots = work.params, spilled, slots
+        order = in_order_of_units(work.params)
+        self._params = work.params
+        self._spilled = frozenset(order[number] for number in plan.shares.spilled)
+        slot = slot_bytes(plan.state.chunks, dict.fromkeys(self._spilled, ELEMENT_BYTES))
+        self._slots = max(1, plan.shares.staging // max(1, slot))  # of chunks staged at once
         self._taken: set[int] = set()  # numbers of chunks
         self._clock, self._metrics = clock, metrics
         self._store, self._device = store, device
-        self._memory_bytes_per_s = memory_bytes_per_s
         self._bytes: Counter[int] = Counter()  # by unit
         self._spilled_bytes: Counter[int] = Counter()
         for number, param in enumerate(work.params):
             if param.unit is not None:
                 self._bytes[param.unit] += param.grad_bytes
-                self._spilled_bytes[param.unit] += param.grad_bytes if number in spilled else 0
+                if number in self._spilled:
+                    self._spilled_bytes[param.unit] += param.grad_bytes
         self._whole_after = _last_uses(work)
 
     def follow(self, number: int) -> None:
@@ -65,9 +63,7 @@ class VirtualGradients:
 
     def _push_out(self, nbytes: int) -> None:
         assert self._store is not None, "nothing is spilled without a disk"
-        if self._memory_bytes_per_s is not None:
-            with self._clock.cause(COPY):
-                self._clock.spend(2 * nbytes / self._memory_bytes_per_s)
+        self._clock.spend_in_memory(2 * nbytes, COPY)
         self._store.start("gradients", nbytes, True, Priority.WRITE_BACK)
         self._metrics.count("spilled_bytes", nbytes)
 
@@ -79,14 +75,14 @@ class VirtualGradients:
     def has_place(self, chunk: Chunk) -> bool:
         return len(self._taken) < self._slots or not self._bytes_of(chunk)
 
-    def take(self, chunk: Chunk) -> Mapping[Slice, _VirtualArrival]:
+    def take(self, chunk: Chunk) -> Mapping[Slice, VirtualTicket]:
         """Start to read the spilled gradients of a chunk."""
         nbytes = self._bytes_of(chunk)
         if not nbytes or self._store is None:
             return {}
         self._taken.add(chunk.number)
-        read = self._store.start("gradients", nbytes, False, Priority.PREFETCH)
-        return {chunk.slices[0]: _VirtualArrival(self._clock, read)}
+        read = self._store.start("gradients", nbytes, False, Priority.PREFETCH, "gradient read")
+        return {chunk.slices[0]: read}
 
     def give_back(self, chunk: Chunk) -> None:
         self._taken.discard(chunk.number)
@@ -103,21 +99,8 @@ class VirtualGradients:
         )
 
 
-class _VirtualArrival:
-    """A read of one chunk's gradients in flight; the values have no bytes."""
-
-    values = torch.empty(0, device="meta")
-
-    def __init__(self, clock: Clock, read: VirtualTicket) -> None:
-        self._clock, self._read = clock, read
-
-    @property
-    def done(self) -> bool:
-        return self._read.done
-
-    def wait(self) -> None:
-        with self._clock.cause("gradient read"):
-            self._read.wait()
+def in_order_of_units(params: Sequence[ParamFact | ParamSpec]) -> list[int]:
+    return sorted(range(len(params)), key=lambda number: params[number].unit or 0)
 
 
 def _last_uses(work: Workload) -> dict[int, list[int]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,18 +43,22 @@ def units_of(facts: Iterable[UnitFact]) -> list[FactUnit]:
 
 
 class VirtualTicket:
-    """The ticket of a store's transfer, in virtual time."""
+    """The ticket of a store's transfer, in virtual time. cause: what waiting for it counts as;
+    None: what it counts as around the wait.
+    """
 
-    def __init__(self, clock: Clock, request: DriveRequest) -> None:
+    def __init__(self, clock: Clock, request: DriveRequest, cause: str | None) -> None:
         self._clock = clock
         self._request = request
+        self._cause = cause
 
     @property
     def done(self) -> bool:
         return self._clock.has_ended(self._request)
 
     def wait(self) -> None:
-        self._clock.wait_for(self._request)
+        with nullcontext() if self._cause is None else self._clock.cause(self._cause):
+            self._clock.wait_for(self._request)
 
 
 class VirtualStore:
@@ -77,12 +82,19 @@ class VirtualStore:
     ) -> VirtualTicket:
         return self.start(name, source.nbytes, True, priority)
 
-    def start(self, name: str, nbytes: int, is_write: bool, priority: Priority) -> VirtualTicket:
-        """Start a transfer of so many bytes."""
+    def start(
+        self,
+        name: str,
+        nbytes: int,
+        is_write: bool,
+        priority: Priority,
+        cause: str | None = None,
+    ) -> VirtualTicket:
+        """Start a transfer of so many bytes. cause: as the ticket's."""
         assert self._clock.drives is not None, "there is a store only where there are drives"
         self._metrics.count("disk_written_bytes" if is_write else "disk_read_bytes", nbytes)
         request = DriveRequest(name, nbytes, is_write, priority, self._clock.now_s)
-        return VirtualTicket(self._clock, self._clock.drives.submit(request))
+        return VirtualTicket(self._clock, self._clock.drives.submit(request), cause)
 
 
 class VirtualWeightBlock:
