@@ -110,8 +110,8 @@ def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
     """
     # The largest chunk is the same if each parameter is cut down to a few chunks; those of a large
     # model would be millions.
-    chunks = lay_out([_beginning(param) for param in params], LEAST_CHUNK_NUMEL)
-    return min(LEAST_BUFFERS * _largest(chunks), sum(chunk.nbytes for chunk in chunks))
+    each = [c.nbytes for c in lay_out(list(map(_beginning, params)), LEAST_CHUNK_NUMEL)]
+    return min(LEAST_BUFFERS * max(each, default=0), sum(each))
 
 
 def _beginning(param: ParamSpec) -> ParamSpec:
@@ -159,15 +159,12 @@ def plan_state(facts: TrainingFacts, budgets: Budgets) -> Plan:
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
     numel = _at_most(budgets.chunk_numel or min(numel, DISK_CHUNK_NUMEL), budgets)
-    chunks = lay_out(facts.params, numel)
-    free = limit - whole.grad_buffers_bytes - whole.shared_bytes
-    while numel > LEAST_CHUNK_NUMEL:
-        staging_buffer = largest_staging_buffer(chunks, facts.params, whole.grads_are_here)
-        if BUFFERS * _largest(chunks) + whole.staging_buffers * staging_buffer <= free:
-            break
+    while True:
+        away = replace(whole, chunks=tuple(lay_out(facts.params, numel)), resident=frozenset())
+        fits = BUFFERS * away.buffer_bytes + away.arena_bytes <= limit
+        if fits or numel <= LEAST_CHUNK_NUMEL:
+            return _keep_some(away, limit, whole.arena_bytes, budgets.held_bytes)
         numel //= 2
-        chunks = lay_out(facts.params, numel)
-    return _split(whole, chunks, limit, budgets.held_bytes)
 
 
 def _at_most(numel: int, budgets: Budgets) -> int:
@@ -196,14 +193,12 @@ def _keep_all(
     )
 
 
-def _split(whole: Plan, chunks: Sequence[Chunk], budget: int, held_bytes: int) -> Plan:
+def _keep_some(away: Plan, budget: int, whole_bytes: int, held_bytes: int) -> Plan:
     """Give memory to gradient buffers, staging buffers and buffers first, then to as many resident
-    chunks as fit.
+    chunks as fit. away: the plan with none of them resident, and no buffers. whole_bytes: what all
+    would take.
     """
-    staging_buffers, grad_buffers = whole.staging_buffers, whole.grad_buffers_bytes
-    largest = _largest(chunks)
-    staging_buffer = largest_staging_buffer(chunks, whole.params, whole.grads_are_here)
-    fixed = staging_buffers * staging_buffer + grad_buffers + whole.shared_bytes
+    largest, fixed, grads = away.buffer_bytes, away.arena_bytes, away.grad_buffers_bytes
     buffers = min(BUFFERS, (budget - fixed) // largest) if largest else 0
     if buffers < LEAST_BUFFERS and (largest or fixed > budget):
         raise CapacityError(
@@ -211,25 +206,22 @@ def _split(whole: Plan, chunks: Sequence[Chunk], budget: int, held_bytes: int) -
             f"{_others(budget, held_bytes)} are less than the "
             f"{LEAST_BUFFERS} buffers of {format_size(largest)} ({largest} bytes)"
             + (
-                f" and {staging_buffers} staging buffers of {format_size(staging_buffer)}"
-                if staging_buffers
+                f" and {away.staging_buffers} staging buffers of "
+                f"{format_size(away.staging_buffer_bytes)}"
+                if away.staging_buffers
                 else ""
             )
-            + (f" and gradients of {format_size(grad_buffers)}" if grad_buffers else "")
-            + _and_network(whole)
+            + (f" and gradients of {format_size(grads)}" if grads else "")
+            + _and_network(away)
             + " that the update needs; the least that works is "
-            f"{min(LEAST_BUFFERS * largest + fixed, whole.arena_bytes)} bytes"
+            f"{min(LEAST_BUFFERS * largest + fixed, whole_bytes)} bytes"
         )
     free, resident = budget - buffers * largest - fixed, set()
-    for chunk in chunks:
+    for chunk in away.chunks:
         if chunk.nbytes <= free:
             resident.add(chunk.number)
             free -= chunk.nbytes
-    return replace(whole, chunks=tuple(chunks), resident=frozenset(resident), buffers=buffers)
-
-
-def _largest(chunks: Sequence[Chunk]) -> int:
-    return max((chunk.nbytes for chunk in chunks), default=0)
+    return replace(away, resident=frozenset(resident), buffers=buffers)
 
 
 # --- what a refusal says --------------------------------------------------------------------------

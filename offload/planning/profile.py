@@ -85,17 +85,13 @@ class TuningTarget:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The best tuning that was found for one target. step_s, spread_s: of a whole iteration, median
-    and half of the middle half's width. limit_s: what the drive and the cores need at least.
+class Tuned(TuningTarget):
+    """The best tuning that was found for one target. name: of the model. step_s, spread_s: of a
+    whole iteration, median and half of the middle half's width. limit_s: what the drive and the
+    cores need at least.
     """
 
-    model: str
     name: str
-    device: str
-    host_bytes: int | None
-    device_bytes: int | None
-    directories: int
     tuning: Tuning
     step_s: float
     spread_s: float
@@ -105,9 +101,7 @@ class Tuned:
 
     @property
     def target(self) -> TuningTarget:
-        return TuningTarget(
-            self.model, self.device, self.host_bytes, self.device_bytes, self.directories
-        )
+        return TuningTarget(*(getattr(self, field.name) for field in fields(TuningTarget)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError
-from offload.planning.layout import Chunk, round_up
+from offload.planning.layout import round_up
 from offload.planning.planner import Budgets, TrainingFacts
 from offload.planning.unit import PAGE as _PAGE
 
@@ -161,14 +161,6 @@ def _reserved(
     wanted = max(min(int(budget * _STATE_SHARE), _STATE_MOST_BYTES), least_state)
     activations = max(_PAGE, _page_up(int(budget * _ACTIVATIONS_SHARE)))
     return min(state, _page_up(wanted)), activations if offloads_activations else 0
-
-
-def spill_room_bytes(shares: Shares, chunks: Sequence[Chunk]) -> int:
-    """Return the room on disk for spilled gradients, cut like the chunks of state, and for new ones
-    in flight: each part begins at a page.
-    """
-    pieces = sum(2 * len(chunk.slices) + 1 for chunk in chunks)  # and the gaps between them
-    return shares.gradients_on_disk + _PAGE * pieces + 2 * shares.staging
 
 
 def _spill(gradients: Sequence[int], room: int) -> list[int]:

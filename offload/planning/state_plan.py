@@ -4,7 +4,7 @@ buffers the update uses, what moves each step and what that does to an SSD. Pure
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.core.config import format_size
@@ -156,11 +156,22 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """The host memory that the optimizer takes: resident chunks, buffers, staging buffers,
+        """The host memory that the optimizer takes."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of host memory by their use: resident chunks, buffers, staging buffers,
         gradient buffers, and what sharing with other ranks takes.
         """
-        copied = self.staging_buffers * self.staging_buffer_bytes + self.grad_buffers_bytes
-        return self.chunk_bytes + copied + self.shared_bytes
+        ranks = self.ranks
+        return {
+            "state": self.resident_bytes,
+            "buffers": self.buffers * self.buffer_bytes,
+            "staging_buffers": self.staging_buffers * self.staging_buffer_bytes,
+            "gradients": self.grad_buffers_bytes + (ranks.grad_bytes if ranks else 0),
+            "network": ranks.buffers * ranks.buffer_bytes if ranks else 0,
+        }
 
     @property
     def chunk_bytes(self) -> int:
@@ -233,8 +244,7 @@ class Plan:
             ("optimizer state", f"{size(self.state_bytes)} in {len(self.chunks)} chunks"),
             ("  in host memory", f"{size(self.resident_bytes)} in {len(self.resident)} chunks"),
             ("  on disk", size(self.disk_bytes)),
-            *self._buffer_row(),
-            *self._staging_row(),
+            *self._buffer_rows(),
             ("host memory taken", self._taken()),
         ]
         if self.disk_bytes:
@@ -269,15 +279,14 @@ class Plan:
         each = [f"{n} {s:.3g} s at {(rates[n] or 0.0) / 1e9:.3g} GB/s" for n, s in parts.items()]
         return f"{max(parts.values()):.3g} s at best: {', '.join(each)}"
 
-    def _buffer_row(self) -> list[tuple[str, str]]:
-        if not self.buffers:
-            return []
-        each = format_size(self.buffer_bytes)
-        return [("buffers", f"{self.buffers} of {each}, for chunks on their way from and to disk")]
-
-    def _staging_row(self) -> list[tuple[str, str]]:
+    def _buffer_rows(self) -> Iterator[tuple[str, str]]:
+        if self.buffers:
+            each = format_size(self.buffer_bytes)
+            yield "buffers", f"{self.buffers} of {each}, for chunks on their way from and to disk"
         if not self.staging_buffers:
-            return []
+            return
+        each = format_size(self.staging_buffer_bytes)
+        yield "device copies", f"{self.staging_buffers} buffers of {each}"
         grad_buffers = "at step()"
         if self.grads_are_here:
             grad_buffers = "while backward runs, averaged over ranks"
@@ -285,23 +294,10 @@ class Plan:
             grad_buffers = (
                 f"while backward runs, to {format_size(self.grad_buffers_bytes)} of their own"
             )
-        return [
-            (
-                "device copies",
-                f"{self.staging_buffers} buffers of {format_size(self.staging_buffer_bytes)}",
-            ),
-            ("gradients come", grad_buffers),
-        ]
+        yield "gradients come", grad_buffers
 
     def _taken(self) -> str:
-        parts = {
-            "state": self.resident_bytes,
-            "buffers": self.buffers * self.buffer_bytes,
-            "staging_buffers": self.staging_buffers * self.staging_buffer_bytes,
-            "gradients": self.grad_buffers_bytes + (self.ranks.grad_bytes if self.ranks else 0),
-            "network": self.ranks.buffers * self.ranks.buffer_bytes if self.ranks else 0,
-        }
-        each = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n)
+        each = ", ".join(f"{name} {format_size(n)}" for name, n in self.parts.items() if n)
         allowed = "without limit"
         if self.host_memory_bytes is not None:
             allowed = f"of {format_size(self.host_memory_bytes)} allowed"

@@ -10,9 +10,9 @@ from offload.core.config import format_size
 from offload.core.errors import CapacityError
 from offload.planning.planner import Budgets, TrainingFacts, most_numel, plan_state
 from offload.planning.sharding import Sharding
-from offload.planning.shares import Shares, share_out, spill_room_bytes
+from offload.planning.shares import Shares, share_out
 from offload.planning.state_plan import Plan
-from offload.planning.unit import DEVICE_SPARE_BYTES, on_device_bytes
+from offload.planning.unit import DEVICE_SPARE_BYTES, PAGE, on_device_bytes
 
 _NO_SHARES = Shares(0, 0, 0, True)  # where an optimizer is wrapped, and no model is prepared
 
@@ -90,8 +90,13 @@ class TrainingPlan:
 
     @property
     def spill_room_bytes(self) -> int:
-        """The bytes of the store for spilled gradients, and for new versions in flight."""
-        return spill_room_bytes(self.shares, self.state.chunks) if self.shares.spilled else 0
+        """The bytes of the store for spilled gradients, cut like the chunks of state, and for new
+        versions in flight: each part begins at a page.
+        """
+        if not self.shares.spilled:
+            return 0
+        pieces = sum(2 * len(chunk.slices) + 1 for chunk in self.state.chunks)  # with their gaps
+        return self.shares.gradients_on_disk + PAGE * pieces + 2 * self.shares.staging
 
     @property
     def disk_room_bytes(self) -> int:

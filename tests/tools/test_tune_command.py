@@ -351,7 +351,7 @@ def test_where_nothing_helps_the_derived_is_kept_and_written(desk: Desk) -> None
 @here
 def test_a_profile_keeps_what_else_it_knows(desk: Desk) -> None:
     cpu, cores = profile.this_machine()
-    other = Tuned("m", "n", "cpu", None, None, 1, Tuning(threads=1), 1.0, 0.0, 0.0, 0.5, "2026")
+    other = Tuned("m", "cpu", None, None, 1, "n", Tuning(threads=1), 1.0, 0.0, 0.0, 0.5, "2026")
     before = dataclasses.replace(
         session.new_profile(), memory_bytes_per_s=1e9, tuned=(other,), cpu=cpu, cores=cores
     )
