@@ -314,9 +314,7 @@ def test_however_little_is_asked_for_both_tenths_have_moved_something(
 
 def test_the_model_has_as_many_parameters_as_the_bound_counts() -> None:
     size = TINY.model
-    model = StandIn(
-        size.layers, size.hidden, size.vocabulary, size.heads, size.intermediate, size.length
-    )
+    model = StandIn.of(size, size.length)
     assert sum(param.numel() for param in model.parameters()) == size.numel
 
 

@@ -52,14 +52,7 @@ def measure_training(bench: Bench, directories: Sequence[str], device: torch.dev
     with torch.random.fork_rng(devices=[]):  # the generators of the user's process do not advance
         torch.manual_seed(_SEED)
         with torch.device("meta"):
-            model = StandIn(
-                size.layers,
-                size.hidden,
-                size.vocabulary,
-                size.heads,
-                size.intermediate,
-                size.length,
-            )
+            model = StandIn.of(size, size.length)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         model, optimizer = prepare(model, optimizer, **fields)
         made = prepared_of(model)

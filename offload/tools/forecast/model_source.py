@@ -136,12 +136,7 @@ class SizeSource(ModelSource):
     shape: Shape
 
     def make_model(self) -> nn.Module:
-        s = self.shape
-        assert s.layers and s.hidden and s.vocabulary and s.heads and s.intermediate
-        model = StandIn(
-            s.layers, s.hidden, s.vocabulary, s.heads, s.intermediate, _LONGEST, s.key_value_heads
-        )
-        return model.to(torch.bfloat16)
+        return StandIn.of(self.shape, _LONGEST).to(torch.bfloat16)
 
     def feed(self, texts: Texts) -> Tensor:
         assert self.shape.vocabulary

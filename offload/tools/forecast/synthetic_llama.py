@@ -2,7 +2,7 @@
 
 It is plain torch with plain modules, so that what is counted or measured with it holds for a model
 of that shape. It has no buffers, so that it can be made on the meta device and filled later. It
-does not depend on offload.
+does not depend on the engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from offload.tools.forecast.model_shape import Shape
 
 _BASE = 10_000.0  # of the angles of rotary positions
 _STD = 0.02  # of the embedding's values
@@ -45,6 +47,14 @@ class StandIn(nn.Module):
         if is_tied:
             self.head.weight = self.embedding.weight
         self._init_weights(self.embedding)
+
+    @classmethod
+    def of(cls, shape: Shape, length: int) -> StandIn:
+        """Make one of a whole shape."""
+        s = shape
+        assert s.layers and s.hidden and s.vocabulary and s.heads and s.intermediate
+        sizes = s.layers, s.hidden, s.vocabulary, s.heads, s.intermediate
+        return cls(*sizes, length, s.key_value_heads)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the values of `module` if it is the embedding, also of a model that was made on the
