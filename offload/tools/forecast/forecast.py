@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it imports torch, which the checks do not need
 
 FORMAT = "offload forecast"
 VERSION = 1
+_SMALL_SHARE = 0.005  # of a step: parts that are smaller are not shown
 HIDDEN_SHARE = 0.1  # of a step: drives that it waits for no longer than this are hidden
 _DAY_S, _HOUR_S, _MINUTE_S = 86_400, 3_600, 60
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
@@ -140,13 +141,12 @@ FIELDS = (*_SHAPE, *_PARSERS)
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTime:
     """The seconds of one steady step.
 
-    stalls: seconds waited, by where and why. limit: the resource that takes longest if all work at
-    once; it takes limit_s. hidden_tokens: the tokens of a step from which on less than a tenth of
-    it is spent waiting for the drives; None: no number suffices. gains: the seconds by which one
-    more of a resource shortens a step.
+    other_s: neither computed, updated nor waited. stalls: seconds waited, by where and why. limit:
+    the resource that would take longest if all worked at once without waiting; it would take
+    limit_s. depth: the prefetch depth.
     """
 
     step_s: float
@@ -154,11 +154,28 @@ class Timing:
     update_s: float
     other_s: float
     stalls: dict[str, float]
-    tokens_per_s: float
-    training_s: float
     limit: str
     limit_s: float
     depth: int
+
+    def large_parts(self, told: Callable[[float], str], **more: float) -> str:
+        """Tell those parts of the step that are not too small to matter."""
+        parts = {"compute": self.compute_s, "update": self.update_s, **self.stalls, **more}
+        large = [f"{n} {told(s)}" for n, s in parts.items() if s >= _SMALL_SHARE * self.step_s]
+        return ", ".join(large)
+
+
+@dataclass(frozen=True)
+class Timing(StepTime):
+    """The time of a training.
+
+    hidden_tokens: the tokens of a step from which on less than a tenth of it is spent waiting for
+    the drives; None: no number suffices. gains: the seconds by which one more of a resource
+    shortens a step.
+    """
+
+    tokens_per_s: float
+    training_s: float
     hidden_tokens: int | None
     gains: dict[str, float]
 
@@ -304,10 +321,7 @@ class Forecast:
             f"{_time(timing.step_s)}, {_number(timing.tokens_per_s)} tokens/s; "
             f"{self.steps:,} steps {_time(timing.training_s)}",
         )
-        parts = {"compute": timing.compute_s, "update": timing.update_s, **timing.stalls}
-        parts["other"] = timing.other_s
-        large = [f"{n} {_time(s)}" for n, s in parts.items() if s >= 0.005 * timing.step_s]
-        yield "  of that", ", ".join(large)
+        yield "  of that", timing.large_parts(_time, other=timing.other_s)
         yield "limited by", f"{timing.limit}: {_time(timing.limit_s)} at the very least"
         yield "prefetch depth", f"{timing.depth} units"
         hidden = timing.hidden_tokens

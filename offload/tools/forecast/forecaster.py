@@ -5,7 +5,7 @@ engine in virtual time. It allocates nothing and opens no directory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from offload.core.config import Config, format_size
 from offload.core.errors import CapacityError
@@ -23,6 +23,7 @@ from offload.tools.forecast.forecast import (
     CheckpointCost,
     Forecast,
     ForecastRequest,
+    StepTime,
     Timing,
     Wear,
 )
@@ -37,7 +38,7 @@ from offload.tools.forecast.machines import (
 )
 from offload.tools.forecast.model_source import find_source
 from offload.tools.forecast.simulation.training import MODEL, STEP
-from offload.tools.forecast.simulator import Outcome, facts_of, plan_of, simulate_plan
+from offload.tools.forecast.simulator import Outcome, facts_of, plan_of, simulate
 from offload.tools.forecast.workload import Workload
 
 _GB = 10**9
@@ -57,12 +58,16 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _ForecastCase:
-    """A case to simulate. machine: with as many drives as the request asks for."""
+    """A case to simulate. machine: with as many drives as the request asks for, and with a nominal
+    value for every speed that is not known. known: what is known of it; None: speeds are missing.
+    """
 
+    request: ForecastRequest
     footprint: Footprint
     work: Workload
     budgets: Budgets
     machine: Profile
+    known: Profile | None
     tuning: Tuning
 
     @property
@@ -75,16 +80,21 @@ class _ForecastCase:
 
     def run(self, plan: TrainingPlan | None = None) -> Outcome:
         count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
-        plan = plan or plan_of(self.work, self.budgets)
-        return simulate_plan(self.work, plan, self.machine, self.tuning, count)
+        return simulate(self.work, self.budgets, self.machine, self.tuning, count, plan)
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """The bytes of one checkpoint: parameters in their own dtypes, all optimizer state in fp32,
-        and the model's buffers.
-        """
-        fields = sum(param.numel * len(param.fields) for param in self.work.params)
-        return self.footprint.param_bytes + 4 * fields + self.footprint.buffer_bytes
+    def run_first(self) -> tuple[TrainingPlan, Outcome]:
+        """Plan the case and simulate it. A refusal also says which budgets would work."""
+        try:
+            if self.budgets.device_bytes is not None:
+                self.footprint.check_device(self.budgets.device_bytes)
+            plan = plan_of(self.work, self.budgets)
+            return plan, self.run(plan)
+        except CapacityError as error:
+            least = ", ".join(f"{name} {format_size(n)}" for name, n in self.least.items())
+            origin = _ORIGIN if self.request.host_bytes is None else ""
+            raise CapacityError(f"{error}; smallest budgets that work: {least}{origin}") from error
+
+    # --- bytes ------------------------------------------------------------------------------------
 
     @property
     def plain_bytes(self) -> int:
@@ -94,6 +104,17 @@ class _ForecastCase:
         found, facts = self.footprint, self.facts
         kept = found.activation_bytes + found.logits_bytes + found.buffer_bytes
         return self.work.param_bytes + sum(facts.gradients) + facts.state_bytes + kept
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes that plain torch could have in the place where the model runs."""
+        if self.footprint.on_device:
+            return self.budgets.device_bytes or 0
+        return self.budgets.host_bytes or self._memory_bytes or 0
+
+    @property
+    def _memory_bytes(self) -> int | None:
+        return self.known.memory_bytes if self.known is not None else None
 
     @property
     def least(self) -> dict[str, int]:
@@ -120,6 +141,115 @@ class _ForecastCase:
 
         whole = work.param_bytes + sum(facts.gradients) + facts.state_bytes + facts.staging_bytes
         return smallest(works, 2 * whole + PAGE * (len(work.units) + len(work.params) + 4))
+
+    def tiers(self, plan: TrainingPlan) -> dict[str, dict[str, int]]:
+        shares, footprint = plan.shares, self.footprint
+        where = "device" if footprint.on_device else "process"
+        here = footprint.activations_here_bytes
+        elsewhere = footprint.activation_bytes - here
+        if footprint.activations == "offload":  # beyond their share of host memory: on the drives
+            elsewhere += here if not footprint.on_device else 0
+            here = here if footprint.on_device else 0
+        in_share = min(elsewhere, shares.activations)
+        tiers = plan.tiers
+        # What they take, without the buffers that they pass through.
+        tiers["gradients"]["host"] = sum(plan.facts.gradients) - shares.gradients_on_disk
+        return tiers | {
+            "activations": {where: here, "host": in_share, "disk": elsewhere - in_share},
+            "logits": {where: footprint.logits_bytes},
+        }
+
+    def problems(self, taken_bytes: int) -> tuple[str, ...]:
+        """Return the problems that the engine itself would not notice, since it counts its own
+        bytes only: activations and logits may need more host memory than the machine has.
+        """
+        total = self._memory_bytes
+        beside = 0 if self.footprint.on_device else self.footprint.passing_bytes
+        if total is None or taken_bytes + beside <= total:
+            return ()
+        return (
+            f"the machine has {format_size(total)}: {format_size(taken_bytes)} that are "
+            f"taken and {format_size(beside)} of activations and logits beside them are more; "
+            'lower host_memory, take a smaller batch, or activations="recompute"',
+        )
+
+    # --- drives -----------------------------------------------------------------------------------
+
+    def saving(self, plan: TrainingPlan) -> CheckpointCost:
+        """Compute the cost of the checkpoints: parameters in their own dtypes, all optimizer state
+        in fp32, and the model's buffers. All of a checkpoint is written; its part on the drives
+        must be read for that, from the same drives.
+        """
+        steps, every, machine = self.request.steps, self.request.save_every, self.machine
+        fields = sum(param.numel * len(param.fields) for param in self.work.params)
+        written = self.footprint.param_bytes + 4 * fields + self.footprint.buffer_bytes
+        read = plan.state.disk_bytes + plan.param_bytes - plan.params_on_host_bytes
+        mixed, write, each_s = machine.disk_mixed_bytes_per_s, machine.disk_write_bytes_per_s, None
+        if self.known is not None and mixed and write:
+            each_s = max(written / write, (read + written) / mixed if read else 0.0)
+        return CheckpointCost(steps // every if every else 0, written, each_s)
+
+    def wear(self, written_bytes: int, saving: CheckpointCost) -> Wear:
+        moved = self.request.steps * written_bytes + saving.count * saving.each_bytes
+        written_tb, rated = moved / 1e12, self.request.endurance_tb
+        share = written_tb / (rated * max(1, self.budgets.directories)) if rated else None
+        return Wear(written_tb, rated, share)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def timing(self, outcome: Outcome) -> Timing:
+        return Timing(
+            **{field.name: getattr(outcome, field.name) for field in fields(StepTime)},
+            tokens_per_s=self.work.tokens / outcome.step_s if outcome.step_s else 0.0,
+            training_s=self.request.steps * outcome.step_s,
+            hidden_tokens=self._hidden_tokens(outcome),
+            gains=self._gains(outcome),
+        )
+
+    def _hidden_tokens(self, outcome: Outcome) -> int | None:
+        """Find the number of tokens from which on a step waits for the drives less than a tenth of
+        its time. The waits in `step()` stay the same; those in the passes last until the passes
+        compute as long as the drives need. The number is derived from that, then checked by a
+        simulation and corrected by its result. None: there is no computing or no traffic of drives,
+        or it would take more than `_MOST_FACTOR` times the tokens.
+        """
+        if not outcome.compute_s or not outcome.disk_busy_s:
+            return None
+        in_step = sum(s for name, s in outcome.stalls.items() if name.startswith(STEP))
+        in_model = sum(s for name, s in outcome.stalls.items() if name.startswith(MODEL))
+        waited_s = in_step * (1 / HIDDEN_SHARE - 1) - outcome.update_s
+        factor = max(
+            waited_s / outcome.compute_s, 1 + in_model / outcome.compute_s if in_model else 0.0
+        )
+        factor = max(factor, 1 / self.work.tokens)
+        for _ in range(2 if self.numel < _LARGE_NUMEL else 1):
+            if factor > _MOST_FACTOR:
+                return None
+            scaled = replace(self, work=self.work.scaled(factor)).run()
+            if scaled.stalled_s <= HIDDEN_SHARE * scaled.step_s:
+                break
+            factor *= scaled.stalled_s / (HIDDEN_SHARE * scaled.step_s)
+        return max(1, round(self.work.tokens * factor))
+
+    def _gains(self, outcome: Outcome) -> dict[str, float]:
+        """Compute the seconds by which one more of each resource shortens a step."""
+        budgets, found = self.budgets, dict[str, float]()
+        uses_disk = outcome.read_bytes or outcome.written_bytes
+
+        def gain(within: Budgets, machine: Profile = self.machine) -> float:
+            other = replace(self, budgets=within, machine=machine)
+            return max(0.0, outcome.step_s - other.run().step_s)
+
+        if budgets.host_bytes is not None:
+            more = replace(budgets, host_bytes=budgets.host_bytes + _GB)
+            found["1 GB more host memory"] = gain(more) if uses_disk else 0.0
+        if budgets.device_bytes is not None:
+            more = replace(budgets, device_bytes=budgets.device_bytes + _GB)
+            found["1 GB more device memory"] = gain(more)
+        if budgets.directories and uses_disk:
+            more = replace(budgets, directories=budgets.directories + 1)
+            found["one more drive"] = gain(more, with_drives(self.machine, more.directories))
+        return found
 
 
 def smallest(works: Callable[[int], bool], most: int) -> int:
@@ -162,7 +292,6 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
         footprint = measured(tuning.unit_bytes)
     work = footprint.workload(request.optimizer, profile)
     budgets = replace(budgets, chunk_numel=tuning.chunk_numel)
-    case = _ForecastCase(footprint, work, budgets, profile, tuning)
     missing = missing_speeds(known, footprint.dtype, budgets.directories, on_device)
     if machine.profile is not None and missing:
         note = (
@@ -170,7 +299,8 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
             f"--only {','.join(missing)}` measures it and keeps the rest"
         )
         machine = replace(machine, profile=None, note=note)
-    return _answer(request, machine, case, tuned, tell)
+    case = _ForecastCase(request, footprint, work, budgets, profile, machine.profile, tuning)
+    return _answer(case, machine, tuned, tell)
 
 
 def _tuned_for(
@@ -189,20 +319,15 @@ def _tuned_for(
     return machine.tuned_for(target)
 
 
-# --- the answer -----------------------------------------------------------------------------------
-
-
 def _answer(
-    request: ForecastRequest,
-    machine: TargetMachine,
-    case: _ForecastCase,
-    tuned: Tuned | None,
-    tell: Tell,
+    case: _ForecastCase, machine: TargetMachine, tuned: Tuned | None, tell: Tell
 ) -> Forecast:
-    footprint, budgets = case.footprint, case.budgets
+    request, footprint, budgets = case.request, case.footprint, case.budgets
     tell("simulating a step")
-    plan, outcome = _try(case, request.host_bytes is not None)
-    saving = _saving(request, case, machine.profile, plan)
+    plan, outcome = case.run_first()
+    saving = case.saving(plan)
+    if case.known is not None:
+        tell("simulating a step with more of each")
     return Forecast(
         model=footprint.name,
         machine=machine.name,
@@ -221,7 +346,7 @@ def _answer(
         host_bytes=budgets.host_bytes,
         device_bytes=budgets.device_bytes,
         drives=budgets.directories,
-        tiers=_tiers(case, plan),
+        tiers=case.tiers(plan),
         taken_bytes=outcome.host_bytes_taken,
         passing_bytes=footprint.passing_bytes,
         disk_room_bytes=outcome.disk_bytes,
@@ -230,165 +355,13 @@ def _answer(
         spilled_bytes=outcome.spilled_bytes,
         to_device_bytes=outcome.to_device_bytes,
         to_host_bytes=outcome.to_host_bytes,
-        wear=_wear(request, outcome.written_bytes, saving, budgets.directories),
+        wear=case.wear(outcome.written_bytes, saving),
         saving=saving,
         least=case.least,
         plain_bytes=case.plain_bytes,
-        fits_without_us=case.plain_bytes <= _room_bytes(case, machine.profile),
+        fits_without_us=case.plain_bytes <= case.room_bytes,
         notes=tuple(filter(None, (footprint.recompute_note,))),
-        problems=_problems(case, machine.profile, outcome),
+        problems=case.problems(outcome.host_bytes_taken),
         tuned=None if tuned is None else f"{tuned.tuning}; found {tuned.date}",
-        timing=_timing(request, case, outcome, tell) if machine.profile is not None else None,
+        timing=case.timing(outcome) if case.known is not None else None,
     )
-
-
-def _try(case: _ForecastCase, host_is_given: bool) -> tuple[TrainingPlan, Outcome]:
-    """Plan the case and simulate it. A refusal also says which budgets would work."""
-    try:
-        if case.budgets.device_bytes is not None:
-            case.footprint.check_device(case.budgets.device_bytes)
-        plan = plan_of(case.work, case.budgets)
-        return plan, case.run(plan)
-    except CapacityError as error:
-        least = ", ".join(f"{name} {format_size(n)}" for name, n in case.least.items())
-        origin = "" if host_is_given else _ORIGIN
-        raise CapacityError(f"{error}; smallest budgets that work: {least}{origin}") from error
-
-
-def _tiers(case: _ForecastCase, plan: TrainingPlan) -> dict[str, dict[str, int]]:
-    shares, footprint = plan.shares, case.footprint
-    where = "device" if footprint.on_device else "process"
-    here = footprint.activations_here_bytes
-    elsewhere = footprint.activation_bytes - here
-    if footprint.activations == "offload":  # beyond their share of host memory: on the drives
-        elsewhere += here if not footprint.on_device else 0
-        here = here if footprint.on_device else 0
-    in_share = min(elsewhere, shares.activations)
-    tiers = plan.tiers
-    # What they take, without the buffers that they pass through.
-    tiers["gradients"]["host"] = sum(plan.facts.gradients) - shares.gradients_on_disk
-    return tiers | {
-        "activations": {where: here, "host": in_share, "disk": elsewhere - in_share},
-        "logits": {where: footprint.logits_bytes},
-    }
-
-
-def _room_bytes(case: _ForecastCase, machine: Profile | None) -> int:
-    """Return the bytes that plain torch could have in the place where the model runs."""
-    if case.footprint.on_device:
-        return case.budgets.device_bytes or 0
-    total = machine.memory_bytes if machine is not None else None
-    return case.budgets.host_bytes or total or 0
-
-
-def _problems(case: _ForecastCase, machine: Profile | None, outcome: Outcome) -> tuple[str, ...]:
-    """Return the problems that the engine itself would not notice, since it counts its own bytes
-    only: activations and logits may need more host memory than the machine has.
-    """
-    total = machine.memory_bytes if machine is not None else None
-    beside = 0 if case.footprint.on_device else case.footprint.passing_bytes
-    needed = outcome.host_bytes_taken + beside
-    if total is None or needed <= total:
-        return ()
-    return (
-        f"the machine has {format_size(total)}: {format_size(outcome.host_bytes_taken)} that are "
-        f"taken and {format_size(beside)} of activations and logits beside them are more; lower "
-        'host_memory, take a smaller batch, or activations="recompute"',
-    )
-
-
-# --- drives ---------------------------------------------------------------------------------------
-
-
-def _saving(
-    request: ForecastRequest, case: _ForecastCase, machine: Profile | None, plan: TrainingPlan
-) -> CheckpointCost:
-    """Compute the cost of the checkpoints. All of a checkpoint is written; its part on the drives
-    must be read for that, from the same drives.
-    """
-    count = request.steps // request.save_every if request.save_every else 0
-    written = case.checkpoint_bytes
-    read = plan.state.disk_bytes + plan.param_bytes - plan.params_on_host_bytes
-    mixed, write = case.machine.disk_mixed_bytes_per_s, case.machine.disk_write_bytes_per_s
-    if machine is None or not mixed or not write:
-        return CheckpointCost(count, written, None)
-    return CheckpointCost(
-        count, written, max(written / write, (read + written) / mixed if read else 0.0)
-    )
-
-
-def _wear(
-    request: ForecastRequest, written_bytes: int, saving: CheckpointCost, drives: int
-) -> Wear:
-    written_tb = (request.steps * written_bytes + saving.count * saving.each_bytes) / 1e12
-    rated = request.endurance_tb
-    share = written_tb / (rated * max(1, drives)) if rated is not None else None
-    return Wear(written_tb, rated, share)
-
-
-# --- time -----------------------------------------------------------------------------------------
-
-
-def _timing(request: ForecastRequest, case: _ForecastCase, outcome: Outcome, tell: Tell) -> Timing:
-    tell("simulating a step with more of each")
-    return Timing(
-        step_s=outcome.step_s,
-        compute_s=outcome.compute_s,
-        update_s=outcome.update_s,
-        other_s=max(0.0, outcome.other_s),
-        stalls=outcome.stalls,
-        tokens_per_s=case.footprint.tokens / outcome.step_s if outcome.step_s else 0.0,
-        training_s=request.steps * outcome.step_s,
-        limit=outcome.limit,
-        limit_s=outcome.limit_s,
-        depth=outcome.depth,
-        hidden_tokens=_hidden_tokens(case, outcome),
-        gains=_gains(case, outcome),
-    )
-
-
-def _hidden_tokens(case: _ForecastCase, outcome: Outcome) -> int | None:
-    """Find the number of tokens from which on a step waits for the drives less than a tenth of its
-    time. The waits in `step()` stay the same; those in the passes last until the passes compute as
-    long as the drives need. The number is derived from that, then checked by a simulation and
-    corrected by its result. None: there is no computing or no traffic of drives, or it would take
-    more than `_MOST_FACTOR` times the tokens.
-    """
-    if not outcome.compute_s or not outcome.disk_busy_s:
-        return None
-    in_step = sum(s for name, s in outcome.stalls.items() if name.startswith(STEP))
-    in_model = sum(s for name, s in outcome.stalls.items() if name.startswith(MODEL))
-    waited_s = in_step * (1 / HIDDEN_SHARE - 1) - outcome.update_s
-    factor = max(
-        waited_s / outcome.compute_s, 1 + in_model / outcome.compute_s if in_model else 0.0
-    )
-    factor = max(factor, 1 / case.work.tokens)
-    for _ in range(2 if case.numel < _LARGE_NUMEL else 1):
-        if factor > _MOST_FACTOR:
-            return None
-        scaled = replace(case, work=case.work.scaled(factor)).run()
-        if scaled.stalled_s <= HIDDEN_SHARE * scaled.step_s:
-            return max(1, round(case.work.tokens * factor))
-        factor *= scaled.stalled_s / (HIDDEN_SHARE * scaled.step_s)
-    return max(1, round(case.work.tokens * factor))
-
-
-def _gains(case: _ForecastCase, outcome: Outcome) -> dict[str, float]:
-    """Compute the seconds by which one more of each resource shortens a step."""
-    budgets, found = case.budgets, {}
-    uses_disk = outcome.read_bytes or outcome.written_bytes
-
-    def gain(machine: Profile, **more: int) -> float:
-        other = replace(case, budgets=replace(budgets, **more), machine=machine)  # type: ignore[arg-type]
-        return max(0.0, outcome.step_s - other.run().step_s)
-
-    if budgets.host_bytes is not None:
-        nbytes = budgets.host_bytes + _GB
-        found["1 GB more host memory"] = gain(case.machine, host_bytes=nbytes) if uses_disk else 0.0
-    if budgets.device_bytes is not None:
-        nbytes = budgets.device_bytes + _GB
-        found["1 GB more device memory"] = gain(case.machine, device_bytes=nbytes)
-    if budgets.directories and uses_disk:
-        count = budgets.directories + 1
-        found["one more drive"] = gain(with_drives(case.machine, count), directories=count)
-    return found

@@ -99,9 +99,7 @@ class Replay:
             f"{best.drives} drive{'s' * (best.drives != 1)}",
         )
         yield "a step takes", show_seconds(outcome.step_s)
-        parts = {"compute": outcome.compute_s, "update": outcome.update_s, **outcome.stalls}
-        large = [f"{n} {show_seconds(s)}" for n, s in parts.items() if s >= 0.005 * outcome.step_s]
-        yield "  of that", ", ".join(large)
+        yield "  of that", outcome.large_parts(show_seconds)
         yield "limited by", f"{outcome.limit}: {show_seconds(outcome.limit_s)} at the very least"
         read, written = format_size(outcome.read_bytes), format_size(outcome.written_bytes)
         yield "moved each step", f"disk {read} read, {written} written"
@@ -145,9 +143,11 @@ def replay(
     beside = (origin.compute_beside_disk if origin is not None else None) or 1.0
     work = Workload.of_run(run, beside)
     factor, notes = _factor(run.about, work, origin, machine.profile)
-    profile = machine.profile
-    is_same = origin is not None and origin.name == profile.name
-    usual = _usual_budgets(run.about, profile, keeps_budget=is_same or on is None)
+    about = run.about
+    usual = usual_budgets(machine.profile, about.activations)
+    if on is None or (origin is not None and origin.name == machine.name):
+        known = about.host_bytes, about.device_bytes, about.directories
+        usual = Budgets(*known, about.activations)
     wanted = (budgets or ForecastRequest("")).within(usual)
     if work.units:
         work = replace(work, device="cpu" if wanted.device_bytes is None else "device")
@@ -177,13 +177,6 @@ def _factor(
     if after is None:
         return 1.0, [f"computing is left as recorded: {machine.name} does not tell its FLOP/s"]
     return before / after, []
-
-
-def _usual_budgets(about: About, machine: Profile, keeps_budget: bool) -> Budgets:
-    """Return the budgets of the run if `keeps_budget`, otherwise the usual ones of the machine."""
-    if not keeps_budget:
-        return usual_budgets(machine, about.activations)
-    return Budgets(about.host_bytes, about.device_bytes, about.directories, about.activations)
 
 
 # --- trying ---------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from offload.planning.training import TrainingPlan, plan_training
 from offload.planning.tuning import UNTUNED
 from offload.planning.unit import PAGE, UnitSizes
 from offload.telemetry.run_file import ParamFact, UnitFact
+from offload.tools.forecast.forecast import StepTime
 from offload.tools.forecast.simulation.device import COMPUTING
 from offload.tools.forecast.simulation.gradients import COPY, in_order_of_units
 from offload.tools.forecast.simulation.training import (
@@ -62,30 +63,20 @@ _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(StepTime):
     """The outcome of a simulation: one steady iteration.
 
-    step_s: the whole iteration. stalls: seconds waited, by where and why. other_s: neither
-    computed, updated nor waited. read_bytes, written_bytes: as a report counts them; both include
-    spilled_bytes of gradients. limit: the resource that would take longest if all worked at once
-    without waiting; it would take limit_s.
+    step_s: the whole iteration. read_bytes, written_bytes: as a report counts them; both include
+    spilled_bytes of gradients.
     """
 
-    step_s: float
-    compute_s: float
-    update_s: float
-    stalls: dict[str, float]
     read_bytes: int
     written_bytes: int
     to_device_bytes: int
     to_host_bytes: int
-    depth: int
-    limit: str
-    limit_s: float
     host_bytes_taken: int
     disk_bytes: int
     params_on_host_bytes: int
-    other_s: float
     spilled_bytes: int
     hits: int
     misses: int
@@ -149,22 +140,16 @@ def simulate(
     machine: Profile,
     tuning: Tuning = UNTUNED,
     iterations: int = 4,
+    plan: TrainingPlan | None = None,
 ) -> Outcome:
     """Simulate training and return one steady iteration of `work` within `budgets` on `machine`:
-    the mean of the iterations after the first two, or the last one if there are no more. Raises
-    `CapacityError` if the budgets cannot work, as the engine does, and `ConfigError` if the profile
-    lacks a speed that matters.
+    the mean of the iterations after the first two, or the last one if there are no more. plan: if
+    it is made already. Raises `CapacityError` if the budgets cannot work, as the engine does, and
+    `ConfigError` if the profile lacks a speed that matters.
     """
     if iterations < 1:
         raise ConfigError(f"iterations: expected 1 or more, got {iterations}")
-    plan = plan_of(work, replace(budgets, chunk_numel=tuning.chunk_numel))
-    return simulate_plan(work, plan, machine, tuning, iterations)
-
-
-def simulate_plan(
-    work: Workload, plan: TrainingPlan, machine: Profile, tuning: Tuning, iterations: int
-) -> Outcome:
-    """Simulate training as `simulate` does, by a plan that is made already."""
+    plan = plan or plan_of(work, replace(budgets, chunk_numel=tuning.chunk_numel))
     training = Training(work, plan, machine, tuning)
     spent = [training.iterate() for _ in range(iterations)]
     last = spent[_LEARNING:] or spent[-1:]
@@ -179,7 +164,9 @@ def _outcome(mean: Mapping[str, float], plan: TrainingPlan, on_device: bool) -> 
     compute_s = mean[DEVICE] if on_device else mean.get(f"{MODEL}{COMPUTE}", 0.0)
     each_s = (mean.get(f"{MODEL}{c}", 0.0) + mean.get(f"{STEP}{c}", 0.0) for c in _ELSE)
     stalls = _stalls(mean, compute_s if on_device else None)
-    limit, limit_s = _limit(mean, compute_s + update_s + sum(each_s))
+    has_to_do = {"compute and update": compute_s + update_s + sum(each_s)}
+    has_to_do |= {name: mean.get(name, 0.0) for name in (DISK, UP, DOWN)}
+    limit = max(has_to_do, key=lambda name: has_to_do[name])
 
     def count(name: str) -> int:
         return round(mean.get(name, 0.0))
@@ -195,7 +182,7 @@ def _outcome(mean: Mapping[str, float], plan: TrainingPlan, on_device: bool) -> 
         to_host_bytes=count("device_to_host_bytes"),
         depth=count(AHEAD),
         limit=limit,
-        limit_s=limit_s,
+        limit_s=has_to_do[limit],
         host_bytes_taken=plan.host_bytes,
         disk_bytes=plan.disk_room_bytes,
         params_on_host_bytes=plan.params_on_host_bytes,
@@ -223,11 +210,3 @@ def _stalls(mean: Mapping[str, float], device_s: float | None) -> dict[str, floa
         passes_s += found.pop(f"{STEP}{COMPUTING}", 0.0)
         found[DEVICE_IDLE] = max(0.0, passes_s - device_s)
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
-
-
-def _limit(mean: Mapping[str, float], work_s: float) -> tuple[str, float]:
-    """Return the resource that has the most to do, and how long that takes alone."""
-    has_to_do = {"compute and update": work_s}
-    has_to_do |= {name: mean.get(name, 0.0) for name in (DISK, UP, DOWN)}
-    limit = max(has_to_do, key=lambda name: has_to_do[name])
-    return limit, has_to_do[limit]

@@ -94,7 +94,8 @@ class Workload:
         device = about.device.partition(":")[0]
         if about.units and about.order:
             # On a device, waits for it are the time that it computes.
-            events = [e for e in run.events if device == "cpu" or not _is_device_wait(e)]
+            computing = () if device == "cpu" else (_DEVICE_WAIT,)
+            events = [e for e in run.events if e.row != WAITING or not e.name.startswith(computing)]
             uses, between_s = _usual(_iterations(events, compute_beside_disk), about.title)
             uses = uses if device == "cpu" else _by_size(uses, about.units)
         else:
@@ -178,10 +179,6 @@ def _iteration(
         shared_s = min(computed_s, _overlap_s(disk, event.begin_s, end_s))
         uses.append(WorkloadUse(phase, unit, computed_s - shared_s * (1.0 - beside_disk)))
     return _RecordedIteration(tuple(uses), max(0.0, left_s))
-
-
-def _is_device_wait(event: Event) -> bool:
-    return event.row == WAITING and event.name.startswith(_DEVICE_WAIT)
 
 
 def _by_size(uses: Sequence[WorkloadUse], units: Sequence[UnitFact]) -> tuple[WorkloadUse, ...]:
