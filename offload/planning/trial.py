@@ -17,7 +17,7 @@ import os
 import resource
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,6 +45,9 @@ if TYPE_CHECKING:  # they import torch, which the tuner does not need
 _T = TypeVar("_T")
 ENVIRONMENT = "OFFLOAD_TRIAL"
 MOST_FILE_BYTES = 1 << 20
+_MEDIANS = ("stall_share", "compute_s", "update_s")
+_MEDIAN_BYTES = ("read_bytes", "written_bytes", "to_device_bytes", "to_host_bytes")
+_BEST = ("disk_bytes_per_s", "update_bytes_per_s")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -132,21 +135,6 @@ def _load(kind: type[_T], path: Path) -> _T:
 # --- the trial of this process --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _TrialIteration:
-    seconds: float
-    waited_s: float
-    compute_s: float
-    update_s: float
-    disk_s: float
-    counts: Mapping[str, int]
-    updating_s: float  # in the kernels themselves
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.counts.get("disk_read_bytes", 0) + self.counts.get("disk_written_bytes", 0)
-
-
 class Trial:
     """The trial of this process. It follows the steps of the optimizer that steps first; those of a
     second one are part of the iteration. Only the thread that trains may call it.
@@ -158,7 +146,7 @@ class Trial:
         self._result = TrialResult()
         self._followed: Metrics | None = None
         self._last: StepFact | None = None
-        self._iterations: list[_TrialIteration] = []
+        self._iterations: list[TrialResult] = []
 
     @property
     def tuning(self) -> Tuning:
@@ -240,7 +228,8 @@ def layer_sizes(units: Sequence[Unit]) -> list[int]:
     return [sum(units[n].nbytes for n in unit.needs) for unit in units if unit.modules]
 
 
-def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _TrialIteration:
+def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> TrialResult:
+    """Measure the iteration between the ends of two steps, as if the trial had no other."""
     in_step = {c.removeprefix(IN_STEP): s for c, s in step.seconds.items() if c.startswith(IN_STEP)}
     outside = {
         c.removeprefix(IN_MODEL): s for c, s in step.seconds.items() if c.startswith(IN_MODEL)
@@ -248,41 +237,39 @@ def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _Tr
     update_s = sum(s for cause, s in in_step.items() if cause in COMPUTING | {OTHER})
     model_waits_s = sum(s for cause, s in outside.items() if cause not in COMPUTING)
     whole_s = step.end_s - before.end_s
-    return _TrialIteration(
-        seconds=whole_s,
-        waited_s=sum(in_step.values()) - update_s + model_waits_s,
+    waited_s = sum(in_step.values()) - update_s + model_waits_s
+    found = TrialResult(
+        seconds=(whole_s,),
+        stall_share=min(1.0, waited_s / whole_s),
         compute_s=max(0.0, step.begin_s - before.end_s - model_waits_s),
         update_s=update_s,
-        disk_s=busy_s(event for event in events if event.row in (DISK_READS, DISK_WRITES)),
-        counts=step.counts,
-        updating_s=in_step.get("update", 0.0),
+        read_bytes=step.counts.get("disk_read_bytes", 0),
+        written_bytes=step.counts.get("disk_written_bytes", 0),
+        to_device_bytes=step.counts.get("host_to_device_bytes", 0),
+        to_host_bytes=step.counts.get("device_to_host_bytes", 0),
+    )
+    disk_s = busy_s(event for event in events if event.row in (DISK_READS, DISK_WRITES))
+    updated, updating_s = step.counts.get("updated_bytes", 0), in_step.get("update", 0.0)
+    return replace(
+        found,
+        disk_bytes_per_s=(found.disk_bytes / disk_s or None) if disk_s else None,
+        update_bytes_per_s=(updated / updating_s or None) if updating_s else None,
     )
 
 
-def _figures(iterations: Sequence[_TrialIteration]) -> dict[str, Any]:
+def _figures(iterations: Sequence[TrialResult]) -> dict[str, Any]:
+    """Return the fields that sum up the iterations."""
     if not iterations:
         return {}
 
-    def count(name: str) -> int:
-        return round(statistics.median(i.counts.get(name, 0) for i in iterations))
+    def each(name: str) -> list[Any]:
+        return [getattr(one, name) for one in iterations if getattr(one, name) is not None]
 
-    disk = [i.disk_bytes / i.disk_s for i in iterations if i.disk_bytes and i.disk_s]
-    update = [
-        i.counts["updated_bytes"] / i.updating_s
-        for i in iterations
-        if i.counts.get("updated_bytes") and i.updating_s
-    ]
     return {
-        "seconds": tuple(i.seconds for i in iterations),
-        "stall_share": statistics.median(min(1.0, i.waited_s / i.seconds) for i in iterations),
-        "compute_s": statistics.median(i.compute_s for i in iterations),
-        "update_s": statistics.median(i.update_s for i in iterations),
-        "read_bytes": count("disk_read_bytes"),
-        "written_bytes": count("disk_written_bytes"),
-        "to_device_bytes": count("host_to_device_bytes"),
-        "to_host_bytes": count("device_to_host_bytes"),
-        "disk_bytes_per_s": max(disk, default=None),
-        "update_bytes_per_s": max(update, default=None),
+        "seconds": tuple(one.seconds[0] for one in iterations),
+        **{name: statistics.median(each(name)) for name in _MEDIANS},
+        **{name: round(statistics.median(each(name))) for name in _MEDIAN_BYTES},
+        **{name: max(each(name), default=None) for name in _BEST},
     }
 
 
