@@ -112,14 +112,13 @@ class TrainingPlan:
     @property
     def away_bytes(self) -> int:
         """The bytes of parameters that host memory has no room for: each pass fetches them."""
-        return 0 if self.shares.holds_all_params else max(0, self.param_bytes - self.shares.params)
+        return self.param_bytes - self.params_on_host_bytes
 
     @property
     def tiers(self) -> dict[str, dict[str, int]]:
         """The bytes of each kind on each tier, while the model trains."""
-        in_memory = self.params_on_host_bytes
         return {
-            "parameters": {"host": in_memory, "disk": self.param_bytes - in_memory},
+            "parameters": {"host": self.params_on_host_bytes, "disk": self.away_bytes},
             "gradients": {
                 "host": self.shares.gradients,
                 "disk": self.shares.gradients_on_disk,

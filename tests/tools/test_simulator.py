@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import offload
 from offload.core.errors import CapacityError, ConfigError
+from offload.core.timeline import DISK_READS, DISK_WRITES
 from offload.planning.planner import Budgets
 from offload.planning.profile import DriveProfile, Profile, Tuning
 from offload.storage.engine import PIECE_BYTES, Priority
@@ -492,7 +493,7 @@ def test_both_kinds_at_once_share_the_mixed_rate() -> None:
     first_s = 20 / 100  # a piece that was served when there was no write yet
     assert read.end_s == pytest.approx(first_s + 60 / 80)
     assert write.end_s == pytest.approx(read.end_s + 80 / 50)  # alone again
-    assert [one.is_write for one in drives.done] == [False, True]
+    assert [event.row for event in drives.done] == [DISK_READS, DISK_WRITES]
 
 
 def test_what_is_waited_for_goes_first_but_not_before_what_is_with_the_drives() -> None:

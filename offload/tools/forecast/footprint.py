@@ -155,17 +155,25 @@ class Footprint:
     # --- the workload -----------------------------------------------------------------------------
 
     def workload(self, optimizer: str, machine: Profile) -> Workload:
-        """Make the workload for one of `OPTIMIZERS` on a machine, which says how long each use
-        computes there.
+        """Make the workload for one of `OPTIMIZERS` on a machine. Each use computes there as long
+        as its matrix products take at the profile's FLOP/s and, on the CPU, the rest at the speed
+        of memory. On a device the rest is left out: memory there is so much faster that the
+        published speeds leave room for it.
         """
-        kept = enclosing(self.units)
+        kept, flops_per_s = enclosing(self.units), flops_of(machine, self.dtype)
+        moved_per_s = None if self.on_device else machine.memory_bytes_per_s
+
+        def seconds_of(cost: Cost) -> float:
+            seconds = cost.flops / flops_per_s if flops_per_s else 0.0
+            return seconds + (cost.moved_bytes / moved_per_s if moved_per_s else 0.0)
+
         return Workload(
             units=tuple(
                 UnitFact(u.name, u.nbytes, u.needs, u.number in kept, not u.nbytes)
                 for u in self.units
             ),
             params=tuple(ParamFact.of(spec) for spec in self._specs(optimizer) if spec.fields),
-            uses=tuple(self._use(cost, machine) for cost in self.uses),
+            uses=tuple(WorkloadUse(use.phase, use.unit, seconds_of(use)) for use in self.uses),
             between_s=0.0,
             activation_bytes=self.activation_bytes,
             logits_bytes=self.logits_bytes,
@@ -181,17 +189,6 @@ class Footprint:
         for record in records:
             record.unit = unit_of[record.param]  # type: ignore[index]
         return list(map(spec_of, records))
-
-    def _use(self, cost: Cost, machine: Profile) -> WorkloadUse:
-        """Compute the seconds of a use: matrix products at the profile's FLOP/s, the rest, on the
-        CPU, at the speed of memory. On a device the rest is left out: memory there is so much
-        faster that the published speeds leave room for it.
-        """
-        flops_per_s = flops_of(machine, self.dtype)
-        seconds = cost.flops / flops_per_s if flops_per_s else 0.0
-        if not self.on_device and machine.memory_bytes_per_s:
-            seconds += cost.moved_bytes / machine.memory_bytes_per_s
-        return WorkloadUse(cost.phase, cost.unit, seconds)
 
 
 def make_on_meta(source: ModelSource, dtype: str | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES, format_size, parse_name, parse_size
 from offload.core.errors import ConfigError
 from offload.core.strict_json import printable
-from offload.tools.forecast.model_shape import Shape
+from offload.tools.forecast.model_shape import NO_SHAPE, Shape
 from offload.tools.output import table
 
 if TYPE_CHECKING:  # it imports torch, which the checks do not need
@@ -28,7 +28,6 @@ HIDDEN_SHARE = 0.1  # of a step: drives that it waits for no longer than this ar
 _DAY_S, _HOUR_S, _MINUTE_S = 86_400, 3_600, 60
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 _SHAPE = tuple(field.name for field in fields(Shape) if field.name != "key_value_heads")
-NO_SHAPE = Shape()
 
 
 @dataclass(frozen=True)

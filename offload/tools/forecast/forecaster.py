@@ -183,7 +183,7 @@ class _ForecastCase:
         steps, every, machine = self.request.steps, self.request.save_every, self.machine
         fields = sum(param.numel * len(param.fields) for param in self.work.params)
         written = self.footprint.param_bytes + 4 * fields + self.footprint.buffer_bytes
-        read = plan.state.disk_bytes + plan.param_bytes - plan.params_on_host_bytes
+        read = plan.state.disk_bytes + plan.away_bytes
         mixed, write, each_s = machine.disk_mixed_bytes_per_s, machine.disk_write_bytes_per_s, None
         if self.known is not None and mixed and write:
             each_s = max(written / write, (read + written) / mixed if read else 0.0)

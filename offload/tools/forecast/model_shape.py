@@ -73,6 +73,7 @@ class Shape:
         )
 
 
+NO_SHAPE = Shape()
 # Published: Llama 1, 2 and 3, and TinyLlama.
 PUBLISHED = (
     Shape(22, 2048, 32_000, 32, 5632, 4),
@@ -99,11 +100,10 @@ def parse_count(text: str) -> float | None:
     return count
 
 
-def derive_shape(count: float, given: Shape | None = None) -> Shape:
+def derive_shape(count: float, given: Shape = NO_SHAPE) -> Shape:
     """Derive a whole shape of about `count` parameters. Raises `ConfigError` if the values in
     `given` make another size.
     """
-    given = given or Shape()
     best = min(_candidates(count, given), key=lambda pair: pair[0], default=None)
     if best is None or abs(best[1].numel / count - 1) > _OFF:
         got = f", the nearest has {best[1].numel / 1e9:.3g}B: {best[1]}" if best else ""

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from offload.core.errors import ConfigError, FormatError
 from offload.core.portable import read_small
 from offload.core.strict_json import parse_json, printable
-from offload.tools.forecast.model_shape import Shape, derive_shape, parse_count
+from offload.tools.forecast.model_shape import NO_SHAPE, Shape, derive_shape, parse_count
 from offload.tools.forecast.synthetic_llama import StandIn
 
 EXAMPLE_METHOD = "offload_example"
@@ -99,7 +99,7 @@ class ModelSource(ABC):
         return _loss_of_output(output)
 
 
-def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> ModelSource:
+def find_source(text: str | os.PathLike[str], shape: Shape = NO_SHAPE) -> ModelSource:
     """Return the source that `text` names. shape: for a size, as much of the shape as is known.
     Raises `ConfigError` if it names nothing.
     """
@@ -107,7 +107,7 @@ def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> Mod
     count = parse_count(name)
     if count is not None:
         return SizeSource(name, derive_shape(count, shape))
-    if shape is not None and shape.is_given:
+    if shape.is_given:
         raise ConfigError(
             f"model: layers, hidden, vocabulary, heads and intermediate are for a size such as "
             f"7B; {printable(name)} has its own"

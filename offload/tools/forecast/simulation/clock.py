@@ -84,7 +84,7 @@ class Drives:
     """
 
     def __init__(self, rates: Rates, depth: int | None = None) -> None:
-        self.done: list[DriveRequest] = []  # in the order of their ends
+        self.done: list[Event] = []  # in the order of their ends
         self.busy_s = 0.0
         self._rates = rates
         self._window_bytes = (depth or DEPTH) * PIECE_BYTES
@@ -92,7 +92,7 @@ class Drives:
         self._order = count()
         self._queue: list[tuple[int, int, DriveRequest]] = []
         self._with: deque[tuple[DriveRequest, int]] = deque()  # pieces in flight
-        self._reads_bytes = self._writes_bytes = 0  # of them
+        self._bytes_with = {True: 0, False: 0}  # of them: of writes, and of reads
         self._head_end_s: float | None = None  # of the piece that is served; None: none is
 
     def submit(self, request: DriveRequest) -> DriveRequest:
@@ -131,16 +131,17 @@ class Drives:
 
     def _end_piece(self, now_s: float) -> None:
         request, nbytes = self._with.popleft()
-        self._count(request, -nbytes)
+        self._bytes_with[request.is_write] -= nbytes
         self._at_s, self._head_end_s = now_s, None
         request.unserved -= nbytes
         if not request.unserved:
             request.end_s = now_s
-            self.done.append(request)
+            row = DISK_WRITES if request.is_write else DISK_READS
+            self.done.append(Event(row, request.name, request.begin_s, now_s, request.nbytes))
         self._hand_over()
 
     def _hand_over(self) -> None:
-        while self._queue and self._reads_bytes + self._writes_bytes < self._window_bytes:
+        while self._queue and self._bytes_with[True] + self._bytes_with[False] < self._window_bytes:
             request = self._queue[0][2]
             if not request.waiting:
                 heapq.heappop(self._queue)
@@ -148,20 +149,14 @@ class Drives:
             nbytes = min(request.waiting, max(PIECE_BYTES, -(-request.nbytes // _PIECES)))
             request.waiting -= nbytes
             self._with.append((request, nbytes))
-            self._count(request, nbytes)
+            self._bytes_with[request.is_write] += nbytes
         if self._head_end_s is None and self._with:
             seconds = self._with[0][1] / self._rate(self._with[0][0].is_write)
             self.busy_s += seconds
             self._head_end_s = self._at_s + seconds
 
-    def _count(self, request: DriveRequest, nbytes: int) -> None:
-        if request.is_write:
-            self._writes_bytes += nbytes
-        else:
-            self._reads_bytes += nbytes
-
     def _rate(self, is_write: bool) -> float:
-        if self._reads_bytes and self._writes_bytes:
+        if all(self._bytes_with.values()):
             return self._rates.mixed
         return self._rates.write if is_write else self._rates.read
 
@@ -243,20 +238,9 @@ class VirtualMetrics(Metrics):
 
     def events_since(self, begin_s: float) -> list[Event]:
         """Return what the drives have completed since that moment, the latest first."""
-        drives = self._clock.drives
-        latest = reversed(drives.done if drives is not None else [])
-        return [_event(one) for one in takewhile(lambda one: _end_s(one) >= begin_s, latest)]
+        done = self._clock.drives.done if self._clock.drives is not None else []
+        return list(takewhile(lambda event: event.end_s >= begin_s, reversed(done)))
 
     @property
     def counts(self) -> Counter[str]:
         return self._counts
-
-
-def _event(request: DriveRequest) -> Event:
-    row = DISK_WRITES if request.is_write else DISK_READS
-    return Event(row, request.name, request.begin_s, _end_s(request), request.nbytes)
-
-
-def _end_s(request: DriveRequest) -> float:
-    assert request.end_s is not None, "it is done"
-    return request.end_s

@@ -5,7 +5,6 @@ with these in a simulation. Tensors are on the meta device, which has none of th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from offload.core.pool import PIECE_ALIGN, PoolStats
 from offload.planning.unit import Unit
 from offload.storage.contract import KnownSums
 from offload.storage.engine import Priority
-from offload.telemetry.run_file import UnitFact
 from offload.tools.forecast.simulation.clock import Clock, DriveRequest
 
 
@@ -33,13 +31,6 @@ class FactUnit(Unit):
     @property
     def nbytes(self) -> int:
         return self.size
-
-
-def units_of(facts: Iterable[UnitFact]) -> list[FactUnit]:
-    return [
-        FactUnit(number, fact.name, (), (), fact.needs, fact.nbytes)
-        for number, fact in enumerate(facts)
-    ]
 
 
 class VirtualTicket:

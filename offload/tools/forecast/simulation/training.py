@@ -29,10 +29,10 @@ from offload.tools.forecast.simulation.clock import Clock, Drives, Rates, Virtua
 from offload.tools.forecast.simulation.device import VirtualDevice
 from offload.tools.forecast.simulation.gradients import VirtualGradients
 from offload.tools.forecast.simulation.memory import (
+    FactUnit,
     VirtualPool,
     VirtualStore,
     VirtualWeightBlock,
-    units_of,
 )
 from offload.tools.forecast.simulation.staging import VirtualStaging
 from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
@@ -71,7 +71,10 @@ class Training:
         # The shares of a speed that are left while the drives work.
         self._compute_beside_disk = machine.compute_beside_disk or 1.0
         self._update_beside_disk = machine.update_beside_disk or 1.0
-        self._units = units_of(work.units)
+        self._units = [
+            FactUnit(number, fact.name, (), (), fact.needs, fact.nbytes)
+            for number, fact in enumerate(work.units)
+        ]
         directories, drives = plan.budgets.directories, None
         reads_files = any(unit.is_weight_block for unit in work.units)
         if reads_files or (directories and _moves(plan)):
