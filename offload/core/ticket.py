@@ -2,9 +2,8 @@
 
 Code that starts an asynchronous act returns a ticket. The ticket ends once, with a result or an
 error, and is waited for once, in the thread that wants the result; the error is raised there. A
-follow-up is chained with `then`; several tickets are combined with `gather`. An error that no
-thread waits for is not lost: it is reported when the ticket is garbage collected. A ticket does not
-know the producer of its result. Any thread.
+follow-up is chained with `then`. An error that no thread waits for is not lost: it is reported when
+the ticket is garbage collected. A ticket does not know the producer of its result. Any thread.
 
 Follow-ups run one after the other in the thread that ends the act, which is often the only thread
 that ends acts. So a wait in a follow-up is refused; it could hang for ever.
@@ -12,14 +11,13 @@ that ends acts. So a wait in a follow-up is refused; it could hang for ever.
 
 from __future__ import annotations
 
-import errno
 import math
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -89,7 +87,7 @@ class Ticket(Generic[T]):
         self._error: BaseException | None = None
         self._taken = False  # claimed by a wait or a follow-up: a second one is refused
         self._urged = False
-        self._behind: tuple[Ticket[Any], ...] = ()  # the tickets that must end before this one
+        self._behind: Ticket[Any] | None = None  # the ticket that must end before this one
         self._next: Callable[[], None] | None = None
         self._lock = threading.Lock()
         # Held until the act has ended. A lock costs a twentieth of an Event.
@@ -105,15 +103,13 @@ class Ticket(Generic[T]):
 
     # --- for the producer -------------------------------------------------------------------------
 
-    def finish(self, result: T) -> None:
-        """End the act with `result`; run the follow-ups in this thread."""
-        self._end(TicketState.DONE, result, None)
-
     def fail(self, error: BaseException) -> None:
         """End the act with `error`; run the follow-ups in this thread."""
-        self._end(TicketState.FAILED, None, error)
+        self.finish(None, error)  # type: ignore[arg-type]
 
-    def _end(self, state: TicketState, result: T | None, error: BaseException | None) -> None:
+    def finish(self, result: T, error: BaseException | None = None) -> None:
+        """End the act with `result`, or with `error`; run the follow-ups in this thread."""
+        state = TicketState.DONE if error is None else TicketState.FAILED
         with self._lock:
             if state not in MOVES[self._state]:
                 raise self._illegal(state)
@@ -124,7 +120,7 @@ class Ticket(Generic[T]):
             # An ended ticket refers to no other object: a reference cycle would keep it, and its
             # error, until a garbage collection.
             self._next = self.urge = self.land = None
-            self._behind = ()
+            self._behind = None
         self._gate.release()
         if follow is not None:
             _run(follow)
@@ -192,7 +188,7 @@ class Ticket(Generic[T]):
         """
         self._claim()
         following: Ticket[U] = Ticket(what or self.what, self._describe)
-        following._behind = (self,)
+        following._behind = self
 
         def go_on() -> None:
             try:
@@ -212,7 +208,7 @@ class Ticket(Generic[T]):
         """End `others` with the result or error of this ticket."""
         self._claim()
         for other in others:
-            other._behind = (self,)
+            other._behind = self
             if other._urged:
                 self._hurry()
 
@@ -230,13 +226,13 @@ class Ticket(Generic[T]):
 
     def _hurry(self) -> None:
         """Tell the producers of this ticket, and of all that it depends on, that a thread waits."""
-        tickets: list[Ticket[Any]] = [self]
-        for ticket in tickets:  # the list grows in the loop
+        ticket: Ticket[Any] | None = self
+        while ticket is not None:
             ticket._urged = True
             urge = ticket.urge  # None once the act has ended
             if urge is not None:
                 urge()
-            tickets += ticket._behind
+            ticket = ticket._behind
 
     def _call_at_end(self, function: Callable[[], None]) -> None:
         with self._lock:
@@ -327,93 +323,6 @@ def _run(function: Callable[[], None]) -> None:
     _here.queue = None
     if interruption is not None:
         raise interruption
-
-
-def gather(tickets: Iterable[Ticket[T]], what: str) -> Ticket[list[T]]:
-    """Combine tickets into one that ends when all have ended: with all results in order, or with
-    the error of the first that failed in order; a time-out precedes other errors. Further errors
-    are its context.
-
-    The ticket never ends early, so that no buffer of a slower act is in use after its end.
-    """
-    tickets = tuple(tickets)
-    tables = tuple(dict.fromkeys(ticket._describe for ticket in tickets if ticket._describe))
-    together: Ticket[list[T]] = Ticket(
-        what, (lambda: "; ".join(t() for t in tables)) if tables else None
-    )
-    together._behind = tickets
-    if not tickets:
-        together.finish([])
-        return together
-    results: list[Any] = [None] * len(tickets)
-    errors: dict[int, BaseException] = {}
-    lock = threading.Lock()
-    left = len(tickets)
-
-    def end_one(index: int) -> None:
-        nonlocal left
-        try:
-            results[index] = tickets[index]._collect()
-        except BaseException as error:
-            errors[index] = error
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            if errors:
-                together.fail(_first_of([errors[index] for index in sorted(errors)]))
-            else:
-                together.finish(results)
-
-    _claim_all(tickets)
-    for index, ticket in enumerate(tickets):
-        ticket._call_at_end(lambda index=index: end_one(index))  # type: ignore[misc]
-    return together
-
-
-def _claim_all(tickets: tuple[Ticket[Any], ...]) -> None:
-    claimed: list[Ticket[Any]] = []
-    try:
-        for ticket in tickets:
-            ticket._claim()
-            claimed.append(ticket)
-    except BaseException:
-        for ticket in claimed:
-            ticket._unclaim()
-        raise
-
-
-def _first_of(errors: list[BaseException]) -> BaseException:
-    """Choose the error to raise, and chain the others as its context. First comes ETIMEDOUT, whose
-    memory is still in use, then other time-outs: a drive that does not answer.
-    """
-
-    def rank(error: BaseException) -> int:
-        if not isinstance(error, StoreTimeout):
-            return 2
-        return 0 if error.errno == errno.ETIMEDOUT else 1
-
-    first = min(errors, key=rank)
-    last, known = _end_of(first, set())
-    for error in errors:
-        if id(error) not in known:
-            last.__context__ = error
-            last, known = _end_of(error, known)
-    return first
-
-
-def _end_of(error: BaseException, known: set[int]) -> tuple[BaseException, set[int]]:
-    """Return the last error in the chain of contexts of `error`, and the ids of all known errors.
-
-    Cuts the chain at a context that is known already, such as an error that was being handled when
-    several of them were raised: code that follows a cycle would never end.
-    """
-    known = known | {id(error)}
-    while error.__context__ is not None and id(error.__context__) not in known:
-        error = error.__context__
-        known.add(id(error))
-    error.__context__ = None
-    return error, known
 
 
 def split(ticket: Ticket[T]) -> tuple[Ticket[T], Ticket[T]]:

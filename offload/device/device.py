@@ -391,9 +391,8 @@ def _wait_for(event: torch.Event, timeout_s: float | None) -> None:
 
 
 class _Lander:
-    """A thread that waits for copies on which other tickets depend: chained ones, or several
-    together. A caller that waits for one copy does so in its own thread. Started when it is first
-    needed.
+    """A thread that waits for copies on which chained tickets depend. A caller that waits for one
+    copy does so in its own thread. Started when it is first needed.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import signal
 import sys
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from offload.core.errors import StateError, StoreError, StoreTimeout
-from offload.core.ticket import MOVES, GivenUp, Ticket, TicketState, gather, in_follow_up, split
+from offload.core.errors import StateError, StoreTimeout
+from offload.core.ticket import MOVES, GivenUp, Ticket, TicketState, in_follow_up, split
 
 
 def failed(error: BaseException) -> Ticket[int]:
@@ -141,105 +140,6 @@ def test_an_error_in_what_follows_fails_its_ticket() -> None:
     chain = Ticket.of(0).then(lambda x: 1 // x)
     with pytest.raises(ZeroDivisionError):
         chain.wait()
-
-
-def test_gather_keeps_the_order_and_never_ends_early() -> None:
-    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(4)]
-    together = gather(tickets, "read all")
-    tickets[2].finish(2)
-    tickets[0].finish(0)
-    tickets[3].finish(3)
-    assert not together.done
-    tickets[1].finish(1)
-    assert together.wait() == [0, 1, 2, 3]
-    assert gather([], "nothing").wait() == []
-
-
-def test_gather_waits_for_all_even_when_one_has_failed() -> None:
-    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(3)]
-    together = gather(tickets, "read all")
-    tickets[1].fail(OSError("second"))
-    tickets[0].finish(0)
-    assert not together.done, "the third may still write to its buffer"
-    tickets[2].fail(OSError("third"))
-    with pytest.raises(OSError, match="second"):
-        together.wait()
-
-
-def contexts_of(error: BaseException | None) -> list[BaseException]:
-    """Return the error and the chain of its contexts. Others may be among them: in Python 3.11 a
-    thread that was interrupted in a generator, as other tests do, keeps that exception for ever.
-    """
-    found: list[BaseException] = []
-    while error is not None:
-        assert all(error is not one for one in found), "a circle"
-        found.append(error)
-        error = error.__context__
-    return found
-
-
-def test_gather_tells_a_time_out_and_keeps_the_others() -> None:
-    """Memory that is still in use matters more than which error came first."""
-    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(5)]
-    together = gather(tickets, "read all")
-    broken = StoreError("broken", errno=errno.EIO)
-    not_begun = StoreTimeout("not begun", errno=errno.ETIME)
-    stuck = StoreTimeout("stuck", errno=errno.ETIMEDOUT)
-    for ticket, error in zip(tickets, (broken, not_begun, stuck, broken, stuck), strict=True):
-        ticket.fail(error)
-    with pytest.raises(StoreTimeout, match="stuck") as caught:
-        together.wait()
-    ours = [stuck, broken, not_begun]
-    assert [each for each in contexts_of(caught.value) if each in ours] == ours
-
-
-def test_contexts_of_errors_that_are_gathered_are_no_circle() -> None:
-    """Raised while another is handled, each of them has that one as its context."""
-    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(3)]
-    together = gather(tickets, "read all")
-    errors = [StoreError(f"broken {i}", errno=errno.EIO) for i in range(3)]
-    handled = OSError("handled meanwhile")
-    try:
-        raise handled
-    except OSError:
-        for ticket, error in zip(tickets, errors, strict=True):
-            ticket.fail(error)
-    with pytest.raises(StoreError, match="broken 0") as caught:
-        together.wait()
-    assert caught.value is errors[0]
-    assert {*errors} <= {*contexts_of(caught.value)}
-
-
-def test_gather_has_a_list_of_its_own() -> None:
-    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(3)]
-    together, kept = gather(iter(tickets), "read all"), tuple(tickets)
-    tickets.clear()
-    for i, ticket in enumerate(kept):
-        ticket.finish(i)
-    assert together.wait(timeout_s=30) == [0, 1, 2]
-
-
-def test_a_gather_that_is_refused_leaves_the_tickets() -> None:
-    tickets = [Ticket.of(i, f"read {i}") for i in range(2)]
-    with pytest.raises(StateError, match=r"read 1: .*already"):
-        gather([*tickets, tickets[1]], "read all")
-    assert [ticket.wait() for ticket in tickets] == [0, 1]
-
-
-def test_gather_tells_what_is_in_flight_once() -> None:
-    class Producer:
-        def table(self) -> str:
-            return "2 reads"
-
-    one, other = Producer(), Producer()
-    tickets: list[Ticket[int]] = [Ticket("read", p.table) for p in (one, one, other)]
-    with pytest.raises(
-        StoreTimeout, match=r"all: not done after 0 s; in flight: 2 reads; 2 reads$"
-    ):
-        gather(tickets, "all").wait(timeout_s=0)
-
-
-# --- follow-ups -----------------------------------------------------------------------------------
 
 
 def test_an_action_that_returns_a_used_ticket_fails_what_follows() -> None:
@@ -490,15 +390,6 @@ def test_a_chain_that_has_moved_on_urges_its_present_act() -> None:
     assert urged == ["copy w"]
 
 
-def test_waiting_for_several_urges_each() -> None:
-    urged: list[str] = []
-    tickets = [urgent(f"read {i}", urged) for i in range(3)]
-    together = gather(tickets, "read all").then(sum)
-    tickets[1].finish(0)
-    assert together.wait(timeout_s=30) == 3
-    assert urged == ["read 0", "read 2"]
-
-
 def test_a_second_attempt_to_wait_urges_again() -> None:
     count: list[int] = []
     ticket: Ticket[int] = Ticket("read w")
@@ -532,14 +423,14 @@ def test_what_has_ended_refers_to_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
         producers = [Producer() for _ in range(3)]
         gone = [weakref.ref(producer) for producer in producers]
         chain = producers[1].ticket.then(lambda x: x)
-        together = gather([producers[2].ticket], "read all")
+        both = split(producers[2].ticket)
         for i, producer in enumerate(producers):
             producer.ticket.fail(OSError(f"error {i}"))
         del producer
         producers.clear()
         assert gone[0]() is None
         assert [str(report.exc_value) for report in seen] == ["error 0"]
-        for ticket in (chain, together):
+        for ticket in (chain, *both):
             with pytest.raises(OSError, match="error"):
                 ticket.wait()
     finally:
