@@ -66,23 +66,20 @@ class _Deferral(ContextDecorator):
         if self.is_armed:
             return
         try:
-            self._arm()
+            before = _signal.getsignal(SIGINT)
+            if not callable(before):  # SIG_IGN, SIG_DFL or None: no handler that raises
+                return
+            if type(before) is not _Note:  # else a note was reinstalled: it has its `before`
+                if self._note.before is not before:
+                    self._note = _Note(before)
+                try:
+                    _signal.signal(SIGINT, self._note)
+                except ValueError:  # the main thread of a subinterpreter
+                    return
+            self.is_armed = True
         except BaseException:  # a signal arrived before the note was installed
             self.depth -= 1
             raise
-
-    def _arm(self) -> None:
-        before = _signal.getsignal(SIGINT)
-        if not callable(before):  # SIG_IGN, SIG_DFL or None: no handler that raises
-            return
-        if type(before) is not _Note:  # else other code has reinstalled a note: it has its `before`
-            if self._note.before is not before:
-                self._note = _Note(before)
-            try:
-                _signal.signal(SIGINT, self._note)
-            except ValueError:  # the main thread of a subinterpreter
-                return
-        self.is_armed = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self.depth or get_ident() != self.main_thread:

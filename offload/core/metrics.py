@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch.autograd import profiler
 
@@ -29,13 +28,11 @@ from offload.core.timeline import (
     STEP,
     UPDATE,
     WAITING,
-    Decoded,
     Event,
     EventLog,
     NumberLog,
 )
 
-N = TypeVar("N", int, float)
 MOST_EVENTS = 8192  # the last ones are kept; 40 bytes each, and their names
 MOST_SAMPLES = 4096  # of memory; the last ones are kept
 _AT_S = "at_s"  # the column of the time in a row of samples, beside the names of the gauges
@@ -54,9 +51,9 @@ class MetricsSnapshot:
 
     def __sub__(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
         return MetricsSnapshot(
-            _less(self.counts, earlier.counts),
-            _less(self.seconds, earlier.seconds),
-            _less(self.outside, earlier.outside),
+            {name: n - earlier.counts.get(name, 0) for name, n in self.counts.items()},
+            {name: s - earlier.seconds.get(name, 0.0) for name, s in self.seconds.items()},
+            {name: s - earlier.outside.get(name, 0.0) for name, s in self.outside.items()},
             self.fallbacks,
         )
 
@@ -67,9 +64,9 @@ class Sample(NamedTuple):
     at_s: float
     nbytes: Mapping[str, int]
 
-
-def _less(now: Mapping[str, N], before: Mapping[str, N]) -> Mapping[str, N]:
-    return MappingProxyType({key: value - before.get(key, 0) for key, value in now.items()})
+    @classmethod
+    def of_row(cls, row: dict[str, float]) -> Sample:
+        return cls(row.pop(_AT_S), {name: int(nbytes) for name, nbytes in row.items()})
 
 
 NOTHING = MetricsSnapshot({}, {}, {}, {})
@@ -90,7 +87,9 @@ class Metrics:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Gauges of memory: name -> function that returns its bytes; and the samples of all of them.
     _gauges: dict[str, Callable[[], int | None]] = field(default_factory=dict)
-    _samples: NumberLog = field(default_factory=lambda: NumberLog(MOST_SAMPLES))
+    _samples: NumberLog[Sample] = field(
+        default_factory=lambda: NumberLog(MOST_SAMPLES, Sample.of_row)
+    )
     _sampled_s: float = 0.0
     # The current step: its thread, its open spans, and since when the innermost one is charged.
     _stepping: int | None = None
@@ -147,7 +146,7 @@ class Metrics:
         earlier ones may have been overwritten.
         """
         with self._lock:
-            return Decoded(self._events.copy(), lambda event: event)
+            return self._events.copy()
 
     def events_since(self, begin_s: float) -> list[Event]:
         """Return the events that ended at `begin_s` or later, the latest first."""
@@ -174,7 +173,7 @@ class Metrics:
     def samples(self) -> Sequence[Sample]:
         """Return the recorded samples, the oldest first."""
         with self._lock:
-            return Decoded(self._samples.copy(), _sample)
+            return self._samples.copy()
 
     def fall_back(self, what: str, why: str) -> None:
         """Record that `what` is degraded, and why. The first reason stays. Raises `StateError` if
@@ -199,48 +198,42 @@ class Metrics:
     def snapshot(self) -> MetricsSnapshot:
         with self._lock:
             return MetricsSnapshot(
-                MappingProxyType(dict(self._counts)),
-                MappingProxyType(dict(self._seconds)),
-                MappingProxyType(dict(self._outside)),
-                MappingProxyType(dict(self._fallbacks)),
+                dict(self._counts), dict(self._seconds), dict(self._outside), dict(self._fallbacks)
             )
 
 
+@dataclass(slots=True, eq=False)
 class _CauseSpan:
     """A context manager that charges its time to one cause. A generator costs twice as much."""
 
-    __slots__ = ("_begin_s", "_cause", "_metrics", "_range", "_what")
-
-    def __init__(self, metrics: Metrics, cause: str, what: str) -> None:
-        self._metrics, self._cause, self._what = metrics, cause, what
-        self._range: profiler.record_function | None = None
+    metrics: Metrics
+    cause: str
+    what: str
+    begin_s: float = 0.0
+    range: profiler.record_function | None = None  # in the trace of torch's profiler
 
     def __enter__(self) -> None:
         if profiler._is_profiler_enabled:
-            self._range = profiler.record_function(f"offload: {self._cause}")
-            self._range.__enter__()  # type: ignore[no-untyped-call]
-        metrics = self._metrics
-        self._begin_s = time.perf_counter()
+            self.range = profiler.record_function(f"offload: {self.cause}")
+            self.range.__enter__()  # type: ignore[no-untyped-call]
+        metrics = self.metrics
+        self.begin_s = time.perf_counter()
         if metrics._stepping == threading.get_ident():
-            metrics._charge(self._begin_s)
-            metrics._within.append((self._cause, self._what))
+            metrics._charge(self.begin_s)
+            metrics._within.append((self.cause, self.what))
 
     def __exit__(self, *exception: object) -> None:
-        metrics, end_s = self._metrics, time.perf_counter()
+        metrics, end_s = self.metrics, time.perf_counter()
         if metrics._stepping == threading.get_ident():
             metrics._charge(end_s)
             metrics._within.pop()
             metrics.sample(end_s)
         else:
-            name = f"{self._cause}: {self._what}" if self._what else self._cause
+            name = f"{self.cause}: {self.what}" if self.what else self.cause
             with metrics._lock:
-                spent_s = metrics._outside.get(self._cause, 0.0) + end_s - self._begin_s
-                metrics._outside[self._cause] = spent_s
-                if end_s - self._begin_s >= _SHORT_WAIT_S:
-                    metrics._events.append(Event(WAITING, name, self._begin_s, end_s))
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-
-
-def _sample(row: Mapping[str, float]) -> Sample:
-    return Sample(row[_AT_S], {name: int(n) for name, n in row.items() if name != _AT_S})
+                spent_s = metrics._outside.get(self.cause, 0.0) + end_s - self.begin_s
+                metrics._outside[self.cause] = spent_s
+                if end_s - self.begin_s >= _SHORT_WAIT_S:
+                    metrics._events.append(Event(WAITING, name, self.begin_s, end_s))
+        if self.range is not None:
+            self.range.__exit__(None, None, None)

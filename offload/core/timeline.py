@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import starmap
 from math import nan
-from typing import Any, Final, Generic, NamedTuple, TypeVar, overload
+from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 STEP = "step"
 COMPUTE = "compute"  # the thread that runs the model computes, between uses of units
@@ -32,7 +34,6 @@ COMPUTING: Final = frozenset(
 )  # the other causes are waits
 _MOST_TEXTS = 1024  # shared texts; those with the number of a step in them never recur
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -60,43 +61,68 @@ class StepFact:
     counts: dict[str, int]
 
 
-class RingLog(Generic[R]):
-    """A ring buffer of the last `most` items, in columns. One thread at a time."""
+class RingLog(Sequence[R]):
+    """A ring buffer of the last `most` items, in columns, of which an item is made when it is read.
+    One thread at a time.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    So a copy, such as a report of a long run has, which few users read to the end, takes no more
+    memory than one of a short run.
+    """
+
+    _make: Callable[..., R]  # an item of its values, in the order of the columns
+
+    def __init__(self, most: int, columns: dict[str, Any]) -> None:
+        self._most, self._columns = most, columns
         self._count = 0  # of items appended, overwritten ones included
 
     def __len__(self) -> int:
         return min(self._count, self._most)
 
-    def __getitem__(self, index: int) -> R:
-        """Return one item: 0 is the oldest that the log still holds, -1 the latest."""
+    def __iter__(self) -> Iterator[R]:
+        return self._items(0, len(self))
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[R]: ...
+    def __getitem__(self, index: int | slice) -> R | list[R]:
+        """Return one item, or several: 0 is the oldest that the log still holds, -1 the latest."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return next(self._items(index % len(self), 1))
 
-    def __iter__(self) -> Iterator[R]:
-        return self._items(0, len(self))
+    def __eq__(self, other: object) -> bool:
+        """Compare item by item, as lists do."""
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def copy(self) -> Self:
+        """Return a copy that later items do not change."""
+        made = copy(self)
+        made._columns = {name: column[:] for name, column in self._columns.items()}
+        return made
 
     def _items(self, first: int, count: int) -> Iterator[R]:
-        """Yield `count` items from number `first` of those that the log still holds."""
-        raise NotImplementedError
+        """Make `count` items from number `first` of those that the log still holds."""
+        begin = (self._count - len(self) + first) % self._most
+        end, over = begin + count, max(0, begin + count - self._most)
+        columns = [column[begin:end] + column[:over] for column in self._columns.values()]
+        return starmap(self._make, zip(*columns, strict=True))
 
-    def _cut(self, column: Any, first: int, count: int) -> Any:
-        begin = (self._count - len(self) + first) % max(1, self._most)
-        return column[begin : begin + count] + column[: max(0, begin + count - self._most)]
 
-
-class NumberLog(RingLog[dict[str, float]]):
-    """A log of rows of named numbers, 8 bytes per row and name, as float64.
+class NumberLog(RingLog[R]):
+    """A log of rows of named numbers, 8 bytes per row and name, as float64. decode: makes an item
+    of a row.
 
     A column is allocated when its name is first seen. Whole numbers below 2**53 are kept exactly.
     """
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self._columns: dict[str, array[float]] = {}  # nan: the row has no such number
+    def __init__(self, most: int, decode: Callable[[dict[str, float]], R]) -> None:
+        super().__init__(most, {})  # nan in a column: the row has no such number
+        self._decode = decode
 
     def append(self, numbers: Mapping[str, float]) -> None:
         place = self._count % self._most
@@ -106,18 +132,9 @@ class NumberLog(RingLog[dict[str, float]]):
             column[place] = numbers.get(name, nan)
         self._count += 1  # last: the next row overwrites one that was interrupted
 
-    def copy(self) -> NumberLog:
-        """Return a copy that later rows do not change."""
-        made = NumberLog(self._most)
-        made._columns = {name: column[:] for name, column in self._columns.items()}
-        made._count = self._count
-        return made
-
-    def _items(self, first: int, count: int) -> Iterator[dict[str, float]]:
-        names = list(self._columns)
-        columns = [self._cut(column, first, count) for column in self._columns.values()]
-        for row in zip(*columns, strict=True):
-            yield {name: n for name, n in zip(names, row, strict=True) if n == n}  # not nan
+    def _make(self, *row: float) -> R:
+        found = zip(self._columns, row, strict=True)
+        return self._decode({name: n for name, n in found if n == n})  # not nan
 
 
 class EventLog(RingLog[Event]):
@@ -125,15 +142,17 @@ class EventLog(RingLog[Event]):
     text share.
     """
 
+    _make = Event
+
     def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self._columns: tuple[Any, ...] = (  # the fields of `Event`
-            [""] * most,
-            [""] * most,
-            array("d", [0.0]) * most,
-            array("d", [0.0]) * most,
-            array("q", [0]) * most,
-        )
+        columns = {
+            "row": [""] * most,
+            "name": [""] * most,
+            "begin_s": array("d", [0.0]) * most,
+            "end_s": array("d", [0.0]) * most,
+            "nbytes": array("q", [0]) * most,
+        }
+        super().__init__(most, columns)
         # Not `sys.intern`: its table, which all modules share, grows by megabytes from texts that
         # are made and freed all the time.
         self._texts: dict[str, str] = {}
@@ -143,63 +162,20 @@ class EventLog(RingLog[Event]):
         place, texts = self._count % self._most, self._texts
         if len(texts) >= _MOST_TEXTS:
             texts.clear()
-        rows, names, begins_s, ends_s, nbytes = self._columns
+        rows, names, begins_s, ends_s, nbytes = self._columns.values()
         rows[place] = texts.setdefault(event.row, event.row)
         names[place] = texts.setdefault(event.name, event.name)
         begins_s[place], ends_s[place], nbytes[place] = event[2:]
         self._count += 1  # last: the next event overwrites one that was interrupted
 
-    def copy(self) -> EventLog:
-        """Return a copy that later events do not change."""
-        made = EventLog(0)
-        made._most, made._count, made._texts = self._most, self._count, {}
-        made._columns = tuple(column[:] for column in self._columns)
-        return made
-
     def since(self, begin_s: float) -> list[Event]:
         """Return the events that ended at `begin_s` or later, the latest first, up to the first
         one that ended before.
         """
-        ends_s, held, count = self._columns[3], len(self), 0
+        ends_s, held, count = self._columns["end_s"], len(self), 0
         while count < held and ends_s[(self._count - count - 1) % self._most] >= begin_s:
             count += 1
         return list(self._items(held - count, count))[::-1]
-
-    def _items(self, first: int, count: int) -> Iterator[Event]:
-        return map(Event, *(self._cut(column, first, count) for column in self._columns))
-
-
-class Decoded(Sequence[T], Generic[R, T]):
-    """A lazy sequence of the items that `decode` makes of `rows`, which may not change any more.
-
-    So a report of a long run, which few users read to the end, takes no more memory than one of a
-    short run.
-    """
-
-    def __init__(self, rows: RingLog[R], decode: Callable[[R], T]) -> None:
-        self._rows = rows
-        self._decode = decode
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self._decode, self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        return self._decode(self._rows[index])
-
-    def __eq__(self, other: object) -> bool:
-        """Compare item by item, as lists do."""
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def in_turn(events: Iterable[Event]) -> list[Event]:

@@ -21,7 +21,6 @@ from offload.core.timeline import (
     DISK_WRITES,
     IN_MODEL,
     IN_STEP,
-    Decoded,
     Event,
     NumberLog,
     StepFact,
@@ -85,7 +84,7 @@ class StepLog:
     """
 
     def __init__(self, most: int = MOST_STEPS) -> None:
-        self._rows = NumberLog(most)
+        self._rows = NumberLog(most, _fact)
         self._lock = threading.Lock()
 
     def append(self, step: StepFact) -> None:
@@ -98,7 +97,7 @@ class StepLog:
     @property
     def last(self) -> StepFact:
         with self._lock:
-            return _fact(self._rows[-1])
+            return self._rows[-1]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,7 +105,7 @@ class StepLog:
     def so_far(self) -> Sequence[StepFact]:
         """Return the steps that the log holds now, the oldest first."""
         with self._lock:  # another thread may end a step meanwhile
-            return Decoded(self._rows.copy(), _fact)
+            return self._rows.copy()
 
 
 def _fact(row: dict[str, float]) -> StepFact:

@@ -128,7 +128,7 @@ def test_memory_is_looked_at_every_20_ms_at_most() -> None:
 
 
 def test_the_last_rows_of_numbers_that_come_and_go() -> None:
-    log = NumberLog(3)
+    log = NumberLog(3, dict)
     assert list(log) == []
     rows: list[dict[str, float]] = [{"a": 1}, {"a": 0, "b": 2.5}, {"b": 2**53 - 1}, {}, {"c": -1}]
     for count, row in enumerate(rows, 1):
