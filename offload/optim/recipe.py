@@ -20,7 +20,7 @@ from offload.distributed import local_of, placing_of
 from offload.kernels import reference, rules
 from offload.optim.flat import is_same_order
 from offload.planning.layout import MASTER
-from offload.storage.contract import KnownSums
+from offload.storage.engine import KnownSums
 
 Group = dict[str, Any]  # a param_group of torch's
 _SAMPLE_NUMEL = 4096  # of each slice that is checked: its end, where torch runs other code

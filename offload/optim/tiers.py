@@ -22,9 +22,8 @@ from offload.core.ticket import Ticket
 from offload.kernels import SUM_BYTES
 from offload.planning.layout import ELEMENT_BYTES, Chunk, Slice
 from offload.planning.state_plan import Plan
-from offload.storage.contract import KnownSums
 from offload.storage.disk import DiskStore
-from offload.storage.engine import Priority
+from offload.storage.engine import KnownSums, Priority
 
 _KEY = "state chunk "
 

@@ -31,7 +31,7 @@ from offload.optim.source import GatheredField, KeptField, is_there, own_part, r
 from offload.optim.staging import NO_STAGING, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
 from offload.planning.layout import MASTER, Slice
-from offload.storage.contract import KnownSums
+from offload.storage.engine import KnownSums
 
 
 class Updater:

@@ -1,10 +1,13 @@
 """The store on drives: chunks of bytes, copy on write, every byte checked.
 
+A write makes a new generation of a chunk beside the old one, which stays readable until the new one
+is complete, and stays current if the write fails. A read yields the generation that is the latest
+complete one at the time of the call, or an error, never other bytes. Names are those of tensors,
+since errors quote them. Any thread may call a store.
+
 A chunk lies in extents of swap files. The table of extents, checksums and generations is in memory
 only: the files are useless without it, which costs nothing, since they end with the process. A
-write takes free extents, and the table changes once all its bytes are written; so a failed write
-changes nothing, and reads of the old generation go on. A generation keeps its extents until it is
-neither current nor being read.
+generation keeps its extents until it is neither current nor being read.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError
 from offload.core.locks import Gate, attempt
@@ -25,47 +31,37 @@ from offload.core.ticket import Ticket, in_follow_up
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event
 from offload.storage.buffers import Buffer, find_anonymous
 from offload.storage.choose import check_numbers, open_engine
-from offload.storage.contract import (
-    DirectoryStats,
-    KnownSums,
-    StoreStats,
-    check_request,
-    check_sums,
-)
 from offload.storage.engine import (
     PIECE_BYTES,
     SUM_BYTES,
     TIMEOUT_S,
     Group,
     IOEngine,
+    KnownSums,
     Priority,
     Sums,
     Transfer,
     make_sums,
 )
 from offload.storage.files import SwapFile, System, close_swap_files, open_swap_files
-from offload.storage.space import ChunkTable, Extent, Space, Version
+from offload.storage.space import ChunkTable, DirectoryStats, Extent, Space, StoreStats, Version
 
 _WRITES = DISK_WRITES, "disk_written_bytes"  # the row of the timeline, and the counter
 _READS = DISK_READS, "disk_read_bytes"
 _RECHECK_S = 0.05  # after which a waiting writer notices room that a finalizer has freed
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Operation(Group):
     """A write or a read in flight. It ends once: the call that takes its `version` ends it."""
 
-    __slots__ = ("begin_s", "is_expected", "is_write", "known", "name", "store", "version")
-
-    def __init__(self, store: DiskStore, name: str, is_write: bool, priority: Priority) -> None:
-        what = f"write of {name}" if is_write else f"read of {name}"
-        super().__init__(Ticket(what, store._describe), priority)
-        self.store = store
-        self.name = name
-        self.is_write = is_write
-        self.known: KnownSums | None = None
-        self.version: Version | None = None
-        self.is_expected = False  # its bytes are counted in `Space.waiting_bytes`
-        self.begin_s = 0.0
+    store: DiskStore
+    name: str
+    is_write: bool
+    known: KnownSums | None = None
+    version: Version | None = None
+    is_expected: bool = False  # its bytes are counted in `Space.waiting_bytes`
+    begin_s: float = 0.0
 
     def end(self, error: OffloadError | None) -> None:
         self.store._ended(self, error)
@@ -163,7 +159,8 @@ class DiskStore:
         """
         priority = check_request(name, priority)
         memory = Buffer.of(name, source, False, self._anonymous)
-        operation = _Operation(self, name, True, priority)
+        ticket: Ticket[None] = Ticket(f"write of {name}", self._describe)
+        operation = _Operation(ticket, priority, store=self, name=name, is_write=True)
         if sums is not None:
             check_sums(name, sums, memory.nbytes)
             operation.known = sums if self.engine.takes_sums else None
@@ -217,8 +214,10 @@ class DiskStore:
         """
         priority = check_request(name, priority)
         memory = Buffer.of(name, target, True, self._anonymous)
+        ticket: Ticket[None] = Ticket(f"read of {name}", self._describe)
+        operation = _Operation(ticket, priority, store=self, name=name, is_write=False)
         self.engine.check_usable()
-        return self._operate(_Operation(self, name, False, priority), memory, self._begin_read)
+        return self._operate(operation, memory, self._begin_read)
 
     def _begin_read(self, operation: _Operation, memory: Buffer) -> None:
         """Hold the current version for a read into `memory`. The caller holds the lock."""
@@ -329,7 +328,7 @@ class DiskStore:
     # --- the whole --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        self.engine.check_process()
+        self.engine.check_usable(may_be_closed=True)
         with self._lock:
             self._table.take_in()
             directories = tuple(
@@ -388,3 +387,31 @@ def _shut(engine: IOEngine, files: list[SwapFile]) -> None:
     # A file that the kernel may still write to stays open until the process ends.
     if engine.is_over and engine.abandoned_bytes == 0:
         close_swap_files(files)
+
+
+def check_request(name: object, priority: object) -> Priority:
+    """Return `priority` as a `Priority`; raise a `ConfigError` where it or the name is invalid."""
+    if not isinstance(name, str):
+        raise ConfigError(f"name: expected a string, got {type(name).__name__}")
+    if isinstance(priority, Priority):
+        return priority
+    try:
+        return Priority(priority)  # type: ignore[arg-type]
+    except ValueError as error:
+        known = ", ".join(f"Priority.{each.name}" for each in Priority)
+        raise ConfigError(f"priority: expected one of {known}, got {priority!r}") from error
+
+
+def check_sums(name: str, sums: object, nbytes: int) -> None:
+    """Raise a `ConfigError` unless `sums` has the form of the checksums of `nbytes` bytes."""
+    if not isinstance(sums, np.ndarray) or sums.dtype != np.uint64 or sums.ndim != 1:
+        got = (
+            f"{sums.ndim} of {sums.dtype}" if isinstance(sums, np.ndarray) else type(sums).__name__
+        )
+        raise ConfigError(f"{name}: sums: expected an array of one dimension of uint64, got {got}")
+    expected = -(-nbytes // SUM_BYTES)
+    if len(sums) != expected:
+        raise ConfigError(
+            f"{name}: sums: expected {expected}, one for each {SUM_BYTES} of {nbytes} bytes, got "
+            f"{len(sums)}"
+        )

@@ -26,6 +26,9 @@ from enum import Enum, IntEnum
 from itertools import count
 from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offload.core.config import format_size
 from offload.core.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
 from offload.core.locks import attempt, steadfast
@@ -41,6 +44,7 @@ TIMEOUT_S = 30.0
 _STUCK: list[IOEngine] = []
 OPEN_ENGINES: weakref.WeakSet[IOEngine] = weakref.WeakSet()  # engines whose threads run
 Sums: TypeAlias = "array[int]"
+KnownSums: TypeAlias = NDArray[np.uint64]  # one for each SUM_BYTES, from the producer of the bytes
 
 
 class Priority(IntEnum):
@@ -117,20 +121,18 @@ class Fault:
     seed: int = 0  # which bit FLIP takes
 
 
+@dataclass(slots=True, eq=False)
 class Group:
     """A set of transfers that end together, with one ticket. A subclass overrides `end`."""
 
-    __slots__ = ("begun", "engine", "error", "ids", "is_dropped", "left", "priority", "ticket")
-
-    def __init__(self, ticket: Ticket[None], priority: Priority) -> None:
-        self.ticket = ticket
-        self.priority = priority
-        self.engine: IOEngine | None = None
-        self.begun = False  # the engine has accepted it: `end` will be called
-        self.is_dropped = False  # its start was interrupted: no caller has the ticket
-        self.ids: Sequence[int] = ()
-        self.left = 0
-        self.error: OffloadError | None = None
+    ticket: Ticket[None]
+    priority: Priority
+    engine: IOEngine | None = None
+    begun: bool = False  # the engine has accepted it: `end` will be called
+    is_dropped: bool = False  # its start was interrupted: no caller has the ticket
+    ids: Sequence[int] = ()
+    left: int = 0
+    error: OffloadError | None = None
 
     def end(self, error: OffloadError | None) -> None:
         """Record that the group has ended. The engine calls it once, before the ticket ends, as a
@@ -211,13 +213,11 @@ class IOEngine(ABC):
         for number in group.ids if was_known else ():
             self._withdraw(number)
 
-    def check_process(self) -> None:
+    def check_usable(self, may_be_closed: bool = False) -> None:
         if os.getpid() != self.pid:
             raise StateError("store: made by the parent process; a forked child must not use it")
-
-    def check_usable(self) -> None:
-        if os.getpid() != self.pid:
-            self.check_process()
+        if may_be_closed:
+            return
         if self._closed:
             raise StateError("store: closed")
         if self._broken is not None:

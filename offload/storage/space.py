@@ -1,4 +1,5 @@
-"""The space of a disk store: which extents of its swap files are taken, and which chunks have them.
+"""The space of a disk store: which extents of its swap files are taken, which chunks have them, and
+its figures.
 
 A generation of a chunk keeps its extents until it is neither current nor being read. Not
 thread-safe: the store holds its lock. Only `freed` is appended to without the lock, by finalizers,
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offload.core.config import format_size
@@ -18,6 +20,42 @@ from offload.core.errors import OffloadError, StateError, StoreTimeout
 from offload.core.extents import Extents, best_extents
 from offload.storage.engine import Sums
 from offload.storage.files import BLOCK_BYTES, SwapFile
+
+
+@dataclass(frozen=True)
+class DirectoryStats:
+    """The bytes held in one directory, and those moved there since the store was opened."""
+
+    path: str
+    capacity_bytes: int
+    used_bytes: int
+    read_bytes: int
+    written_bytes: int  # wear of the drive
+    direct: bool  # direct I/O: past the page cache
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """The figures of a store at one moment.
+
+    used_bytes: all that is taken from the capacity, quarantined bytes and old generations included.
+    """
+
+    engine: str
+    capacity_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    quarantined_bytes: int  # never freed: an operation on them timed out and has not ended
+    chunks: int
+    directories: tuple[DirectoryStats, ...] = ()
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(directory.read_bytes for directory in self.directories)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(directory.written_bytes for directory in self.directories)
 
 
 class Extent(NamedTuple):
@@ -127,18 +165,17 @@ class Space:
         return used
 
 
+@dataclass(slots=True, eq=False)
 class Version:
     """A generation of a chunk. holders: its refcount, by the table and operations."""
 
-    __slots__ = ("extents", "generation", "holders", "is_stuck", "name", "nbytes", "sums")
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name, self.nbytes = name, nbytes
-        self.generation = 0  # 0: its write is not begun
-        self.extents: list[Extent] = []
-        self.sums: list[Sums] = []  # the checksums of each extent
-        self.holders = 1
-        self.is_stuck = False  # an operation on it may never end
+    name: str
+    nbytes: int
+    generation: int = 0  # 0: its write is not begun
+    extents: list[Extent] = field(default_factory=list)
+    sums: list[Sums] = field(default_factory=list)  # the checksums of each extent
+    holders: int = 1
+    is_stuck: bool = False  # an operation on it may never end
 
 
 class ChunkTable:

@@ -37,9 +37,8 @@ from offload.optim.tiers import HostChunk, Tiers
 from offload.planning.layout import Chunk, ParamSpec, Slice
 from offload.planning.planner import Budgets, TrainingFacts, plan_state
 from offload.storage import engine
-from offload.storage.contract import KnownSums
 from offload.storage.disk import DiskStore
-from offload.storage.engine import Fault, FaultKind
+from offload.storage.engine import Fault, FaultKind, KnownSums
 
 ISAS = kernels.available_isas()
 NATIVE_ENGINES = [name for name in ENGINES if name != "aiofiles"]

@@ -18,8 +18,9 @@ from offload.core.errors import CapacityError, ConfigError, StateError
 from offload.core.locks import attempt
 from offload.core.ticket import Ticket
 from offload.storage.buffers import Buffer
-from offload.storage.contract import KnownSums, StoreStats, check_request, check_sums
-from offload.storage.engine import Priority
+from offload.storage.disk import check_request, check_sums
+from offload.storage.engine import KnownSums, Priority
+from offload.storage.space import StoreStats
 
 Bytes = npt.NDArray[np.uint8]
 

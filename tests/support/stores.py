@@ -22,8 +22,7 @@ from offload.core.errors import ConfigError, StateError
 from offload.core.ticket import Ticket
 from offload.storage.buffers import Buffer
 from offload.storage.choose import ENGINES
-from offload.storage.contract import check_request
-from offload.storage.disk import DiskStore, _Operation
+from offload.storage.disk import DiskStore, _Operation, check_request
 from offload.storage.engine import Fault, FaultKind, Priority
 from offload.storage.growing import GrowingStore
 from offload.storage.space import Version
@@ -82,7 +81,9 @@ class PinnedVersions:
 
     def read(self, name: str, target: Any, priority: Any = Priority.PREFETCH) -> Ticket[None]:
         store = self._store
-        operation = _Operation(store, name, False, check_request(name, priority))
+        ticket: Ticket[None] = Ticket(f"read of {name}", store._describe)
+        priority = check_request(name, priority)
+        operation = _Operation(ticket, priority, store=store, name=name, is_write=False)
         memory = Buffer.of(name, target, True, store._anonymous)
         store.engine.check_usable()
         if not self._release.alive or name not in self._versions:

@@ -17,8 +17,7 @@ from offload.core.extents import Extents, best_extents
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, PoolStats
 from offload.planning.unit import Unit
-from offload.storage.contract import KnownSums
-from offload.storage.engine import Priority
+from offload.storage.engine import KnownSums, Priority
 from offload.tools.forecast.simulation.clock import Clock, DriveRequest
 
 
