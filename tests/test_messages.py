@@ -132,7 +132,7 @@ def test_a_file_system_without_large_files_is_named(
     def refuse(fd: int, nbytes: int, begin: int = 0) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr("offload.storage.files.reserve", refuse)
+    monkeypatch.setattr("offload.storage.files.System.reserve", staticmethod(refuse))
     with pytest.raises(CapacityError, match=r"EFBIG.*its file system has no files of that size"):
         offload.wrap(adam(layers(24)), host_memory="600KiB", nvme=tmp_path)
 

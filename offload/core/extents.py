@@ -6,7 +6,7 @@ files. Not thread-safe: the owner holds its own lock.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -26,7 +26,6 @@ class Extents:
     capacity: int
     align: int = 1
     _free: list[tuple[int, int]] = field(init=False)  # (begin, size), by begin
-    _by_size: list[tuple[int, int]] = field(init=False)  # the same as (size, begin)
     _taken: dict[int, int] = field(init=False, default_factory=dict)  # begin -> size
     used: int = field(init=False, default=0)
 
@@ -35,22 +34,12 @@ class Extents:
             raise StateError(f"extents: capacity {self.capacity} is not a multiple of {self.align}")
         self._count_again()
 
-    def _replace(self, first: int, last: int, piece: tuple[int, int] | None) -> None:
-        """Replace the free extents number `first` to `last` - 1 by `piece`, or by none."""
-        for begin, size in self._free[first:last]:
-            del self._by_size[bisect_left(self._by_size, (size, begin))]
-        if piece is None:
-            del self._free[first:last]
-        else:
-            self._free[first:last] = (piece,)
-            insort(self._by_size, (piece[1], piece[0]))
-
     def find(self, size: int) -> int | None:
         """Return the begin of the free extent to take `size` from; None if no extent fits."""
         if size < 1:
             raise StateError(f"extents: expected a size from 1 on, got {size}")
-        place = bisect_left(self._by_size, (-(-size // self.align) * self.align,))
-        return self._by_size[place][1] if place < len(self._by_size) else None
+        fitting = [(have, begin) for begin, have in self._free if have >= size]
+        return min(fitting)[1] if fitting else None
 
     def take_at(self, begin: int, size: int) -> None:
         """Take the first `size` of the free extent that starts at `begin`."""
@@ -60,8 +49,7 @@ class Extents:
         assert found == begin and have >= size
         try:
             self._taken[begin] = size
-            rest = (begin + size, have - size) if have > size else None
-            self._replace(place, place + 1, rest)
+            self._free[place : place + 1] = [(begin + size, have - size)] if have > size else []
             self.used += size
         except BaseException:
             self._taken.pop(begin, None)
@@ -83,7 +71,7 @@ class Extents:
                 first -= 1
                 begin, before = self._free[first]
                 size += before
-            self._replace(first, last, (begin, size))
+            self._free[first:last] = [(begin, size)]
         except BaseException:
             self._count_again()
             raise
@@ -95,7 +83,7 @@ class Extents:
             if begin > end:
                 free.append((end, begin - end))
             end = begin + size
-        self._free, self._by_size = free, sorted((size, begin) for begin, size in free)
+        self._free = free
         self.used = sum(self._taken.values())
 
     def is_taken(self, begin: int) -> bool:
@@ -104,7 +92,7 @@ class Extents:
 
     @property
     def largest_free(self) -> int:
-        return self._by_size[-1][0] if self._by_size else 0
+        return max((size for _, size in self._free), default=0)
 
 
 def best_extents() -> type[Extents]:

@@ -164,7 +164,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory; return whether it does. Changes nothing if the user has set
     glibc's own environment variables.
     """
-    mallopt = None if _is_set_by_user() else _mallopt()
+    mallopt = _mallopt()
     if mallopt is None:
         return False
     done = mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -175,7 +175,7 @@ def give_freed_memory_back() -> None:
     """Return freed memory to the kernel now, and from now on as glibc does by itself once a tensor
     of 32 MiB was freed: the setting from before cannot be read.
     """
-    mallopt = None if _is_set_by_user() else _mallopt()
+    mallopt = _mallopt()
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_BYTES)
     give_back_free_pages()
@@ -189,14 +189,13 @@ def give_back_free_pages() -> bool:
     return library is not None
 
 
-def _is_set_by_user() -> bool:
-    chosen = any(name.startswith("MALLOC_") for name in os.environ)
-    return chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-
-
 def _mallopt() -> Any:
+    """Return glibc's mallopt; None without glibc, or if the user has set its variables."""
     library = _glibc()
-    return None if library is None else library.mallopt
+    chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    if library is None or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return None
+    return library.mallopt
 
 
 @cache

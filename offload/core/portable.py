@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from offload.core.errors import ConfigError, FormatError, StoreError
-from offload.core.strict_json import printable
+from offload.core.strict_json import parse_json, printable
 
+T = TypeVar("T")
 RESERVES: Final = hasattr(os, "posix_fallocate")  # else the drive may run out of space later
 
 
@@ -119,3 +121,16 @@ def read_small(path: Path, most_bytes: int) -> bytes:
     if len(text) > most_bytes:
         raise FormatError(f"{path}: has more than {most_bytes} bytes; expected a small file")
     return text
+
+
+def read_json(
+    path: Path, most_bytes: int, make: Callable[[Any], T] = lambda found: found, remedy: str = ""
+) -> T:
+    """Return what `make` makes of the JSON in a file that `read_small` reads. Raises `FormatError`,
+    with the path before its text and `remedy` behind it, if it is no such JSON.
+    """
+    text = read_small(path, most_bytes)
+    try:
+        return make(parse_json(text))
+    except FormatError as error:
+        raise FormatError(f"{printable(path)}: {error}{remedy}") from error

@@ -119,8 +119,6 @@ class DeviceTransfer:
     stream waits for the oldest download, the CPU does not.
     """
 
-    zero_copy = False
-
     def __init__(
         self,
         device: torch.device | str,

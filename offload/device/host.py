@@ -40,8 +40,6 @@ class HostBuffer:
 class HostTransfer:
     """A transfer with the interface of `DeviceTransfer` for the CPU, where nothing is copied."""
 
-    zero_copy = True
-
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 

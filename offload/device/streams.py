@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,16 +26,13 @@ class Streams:
         self.device = device
         self.up = torch.Stream(device)
         self.down = torch.Stream(device)
-        self._between: torch.Stream | None = None  # most programs use one device only
 
-    @property
+    @cached_property
     def between(self) -> torch.Stream:
-        """The stream for copies and collectives between devices, made at the first use. One thread
-        at a time.
+        """The stream for copies and collectives between devices, made at the first use, since most
+        programs use one device only. One thread at a time.
         """
-        if self._between is None:
-            self._between = torch.Stream(self.device)
-        return self._between
+        return torch.Stream(self.device)
 
 
 _IDLE: dict[torch.device, deque[Streams]] = {}  # without a lock, since finalizers append to it

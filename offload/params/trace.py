@@ -16,13 +16,13 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from offload.core.errors import FormatError
-from offload.core.portable import read_small, write_private
-from offload.core.strict_json import parse_json
+from offload.core.portable import read_json, write_private
 
 CONTEXTS = (8, 4, 2, 1)  # lengths of the runs that are looked up, longest first
 KEEP_TOKENS = 1 << 16  # length of the history; when it is full, half of it is dropped
@@ -161,11 +161,8 @@ class Trace:
         running. Raises `FormatError` if the file is no trace, or another model's, and `StoreError`
         if it cannot be read; then nothing has changed.
         """
-        text = read_small(Path(path), MOST_FILE_BYTES)
-        try:
-            whole = Trace.from_dict(parse_json(text), self.fingerprint, self.units)
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from error.__cause__
+        make = partial(Trace.from_dict, fingerprint=self.fingerprint, units=self.units)
+        whole = read_json(Path(path), MOST_FILE_BYTES, make)
         for token in self._history:
             whole._learn(token)
         self._history, self._dropped = whole._history, whole._dropped

@@ -24,8 +24,8 @@ from typing import Any
 from offload.core.config import ACTIVATIONS
 from offload.core.errors import ConfigError, FormatError
 from offload.core.host_facts import read_cpu, usable_cores
-from offload.core.portable import read_small, write_private
-from offload.core.strict_json import parse_json, printable, read_as, shown
+from offload.core.portable import read_json, write_private
+from offload.core.strict_json import read_as, shown
 
 FORMAT = "offload profile"
 VERSION = 1
@@ -236,13 +236,8 @@ def load(path: str | os.PathLike[str]) -> Profile:
     """Read what `Profile.save` has written. Raises `FormatError` where it is not that, `StoreError`
     where it cannot be read.
     """
-    text = read_small(Path(path), MOST_FILE_BYTES)
-    try:
-        return from_dict(parse_json(text))
-    except FormatError as error:
-        raise FormatError(
-            f"{printable(path)}: {error}; make it anew with `offload bench` and `offload tune`"
-        ) from error
+    remedy = "; make it anew with `offload bench` and `offload tune`"
+    return read_json(Path(path), MOST_FILE_BYTES, from_dict, remedy)
 
 
 def from_dict(data: Any) -> Profile:

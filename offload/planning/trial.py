@@ -19,12 +19,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.core.errors import ConfigError, FormatError, StoreError
-from offload.core.portable import read_small, write_private
-from offload.core.strict_json import parse_json, printable, read_as
+from offload.core.portable import read_json, write_private
+from offload.core.strict_json import read_as
 from offload.core.timeline import (
     COMPUTING,
     DISK_READS,
@@ -126,10 +127,7 @@ def load_result(path: Path) -> TrialResult | None:
 
 
 def _load(kind: type[_T], path: Path) -> _T:
-    try:
-        return read_as(kind, parse_json(read_small(path, MOST_FILE_BYTES)))
-    except FormatError as error:
-        raise FormatError(f"{printable(path)}: {error}") from error
+    return read_json(path, MOST_FILE_BYTES, partial(read_as, kind))
 
 
 # --- the trial of this process --------------------------------------------------------------------

@@ -363,47 +363,44 @@ class IOEngine(ABC):
     def _error(self, transfer: Transfer, code: int, at: int) -> OffloadError:
         where = f"{transfer.file.label}, offset {transfer.offset + at}"
         what = f"{transfer.operation} of {transfer.name} ({format_size(transfer.memory.nbytes)})"
-        facts = {
-            "errno": code,
-            "operation": transfer.operation,
-            "file": transfer.file.label,
-            "offset_bytes": transfer.offset + at,
-            "tensor": transfer.name,
-        }
         if code == errno.ECANCELED:
             return GivenUp(f"{what}: the store was closed before it was done")
+        kind: type[StoreError] = StoreTimeout if code in _TIME_OUTS else StoreError
         if code == errno.ETIMEDOUT and self._broken is not None:
-            return StoreTimeout(
-                f"{what}: the I/O engine has failed ({self._broken!r}); the memory is set aside, "
-                "the store is unusable: start again from a checkpoint",
-                **facts,  # type: ignore[arg-type]
+            why = (
+                f"the I/O engine has failed ({self._broken!r}); the memory is set aside, the store "
+                "is unusable: start again from a checkpoint"
             )
-        if code == errno.ETIMEDOUT:
-            return StoreTimeout(
-                f"{what}: no answer from {where} within {self.timeout_s:g} s; the drive or its "
-                "driver hangs (see dmesg); its memory is set aside, the rest goes on; in flight: "
-                f"{self.describe()}",
-                **facts,  # type: ignore[arg-type]
+        elif code == errno.ETIMEDOUT:
+            why = (
+                f"no answer from {where} within {self.timeout_s:g} s; the drive or its driver "
+                "hangs (see dmesg); its memory is set aside, the rest goes on; in flight: "
+                f"{self.describe()}"
             )
-        if code == errno.ETIME:
-            return StoreTimeout(
-                f"{what}: not started, {where} has not answered any operation before it within "
+        elif code == errno.ETIME:
+            why = (
+                f"not started, {where} has not answered any operation before it within "
                 f"{self.timeout_s:g} s; the drive or its driver hangs (see dmesg); in flight: "
-                f"{self.describe()}",
-                **facts,  # type: ignore[arg-type]
+                f"{self.describe()}"
             )
-        if code == errno.EBADMSG:
-            return CorruptionError(
-                f"{what}: what was read from {where} is not what was written; the drive, its "
-                "cable or the memory is faulty, another process wrote to the file, or the source "
-                "was changed before its write had ended: do not trust it; go back to a checkpoint "
-                "and use another drive",
-                **facts,  # type: ignore[arg-type]
+        elif code == errno.EBADMSG:
+            kind = CorruptionError
+            why = (
+                f"what was read from {where} is not what was written; the drive, its cable or the "
+                "memory is faulty, another process wrote to the file, or the source was changed "
+                "before its write had ended: do not trust it; go back to a checkpoint and use "
+                "another drive"
             )
-        return StoreError(
-            f"{what}: {errno.errorcode.get(code, code)} ({os.strerror(code)}) in {where}; "
-            f"{_REMEDIES.get(code, 'see dmesg for what the system says about it')}",
-            **facts,  # type: ignore[arg-type]
+        else:
+            name, remedy = errno.errorcode.get(code, code), _REMEDIES.get(code, _SEE_DMESG)
+            why = f"{name} ({os.strerror(code)}) in {where}; {remedy}"
+        return kind(
+            f"{what}: {why}",
+            errno=code,
+            operation=transfer.operation,
+            file=transfer.file.label,
+            offset_bytes=transfer.offset + at,
+            tensor=transfer.name,
         )
 
 
@@ -416,6 +413,8 @@ def _close_all() -> None:
         engine.close()
 
 
+_TIME_OUTS = (errno.ETIMEDOUT, errno.ETIME)
+_SEE_DMESG = "see dmesg for what the system says about it"
 _REMEDIES = {
     errno.EIO: "the drive reports a failure: see dmesg and smartctl, use another drive",
     errno.ENOSPC: "the drive is full although its space was reserved: make room on it",

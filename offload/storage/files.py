@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.core.config import format_size
-from offload.core.drive_facts import DirectIo, open_unnamed, probe_direct_io
+from offload.core.drive_facts import open_unnamed, probe_direct_io
 from offload.core.errors import CapacityError, StoreError
 from offload.core.portable import RESERVES, reserve, sync_data
 
@@ -31,11 +31,10 @@ BLOCK_BYTES = 4096  # every extent starts at a multiple of it; enough for all kn
 class System:
     """The file system calls that are made outside of an engine."""
 
-    def open_unnamed(self, directory: Path) -> tuple[int, bool]:
-        return open_unnamed(directory)
-
-    def probe_direct_io(self, fd: int) -> DirectIo:
-        return probe_direct_io(fd)
+    open_unnamed = staticmethod(open_unnamed)
+    probe_direct_io = staticmethod(probe_direct_io)
+    reserve = staticmethod(reserve)
+    sync = staticmethod(sync_data)
 
     def keep_in_place(self, fd: int) -> None:
         """Turn off copy on write in this empty file, on a file system that has it (btrfs).
@@ -49,15 +48,9 @@ class System:
             (found,) = struct.unpack_from("=I", flags)
             fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=Q", found | _NO_COPY_ON_WRITE))
 
-    def reserve(self, fd: int, nbytes: int, begin: int = 0) -> None:
-        reserve(fd, nbytes, begin)
-
     def write(self, fd: int, data: memoryview, begin: int) -> int:
         """Write `data` at `begin`; return how many bytes of it were written."""
         return os.pwrite(fd, data, begin)
-
-    def sync(self, fd: int) -> None:
-        sync_data(fd)
 
     def free_bytes(self, directory: Path) -> int:
         found = os.statvfs(directory)

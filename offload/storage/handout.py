@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,8 +99,8 @@ class Handout:
         try:
             allow_memory(nbytes, refusals, self._metrics)
         except StoreError as error:
-            self._raise(error)
-            return _Nowhere()
+            self._raise(error)  # else it is kept, and a tensor without values takes all writes
+            return InMemory(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
         # Fill it at once, so that the next call sees these pages as taken.
         return InMemory(torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_())
 
@@ -168,7 +168,7 @@ class _HandoutFile:
         self._end = 0  # of the last room
         self._is_dirty = False
         self._fd, _ = self._call("open", system.open_unnamed, directory)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self.close = weakref.finalize(self, os.close, self._fd)  # the map stays
         system.keep_in_place(self._fd)  # now, while it is empty
         with suppress(OSError):  # a sparse length; where it is refused the file grows by room
             os.ftruncate(self._fd, expected_bytes)
@@ -220,9 +220,6 @@ class _HandoutFile:
             self._memory = self._call("map", mmap.mmap, self._fd, 0)
         return self._memory
 
-    def close(self) -> None:
-        self._close()
-
     def _call(self, operation: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         # Not a closure: the frames of an error would hold it, and it the memory to write.
         try:
@@ -232,7 +229,7 @@ class _HandoutFile:
 
 
 class _OnFile:
-    """An outgoing tensor in a file, from byte `begin` on."""
+    """An outgoing tensor in a file, from byte `begin` on; its methods are those of `InMemory`."""
 
     def __init__(
         self,
@@ -268,20 +265,6 @@ class _OnFile:
 
     def sync(self) -> None:
         self._whole.act(self._file.sync)
-
-
-class _Nowhere:
-    """An outgoing tensor that had no room: it drops all writes until `finish` raises the error."""
-
-    @property
-    def tensor(self) -> Tensor:
-        raise AssertionError("the error was told before")
-
-    def write(self, begin: int, values: Tensor) -> None: ...
-
-    def fill(self, values: Tensor) -> None: ...
-
-    def sync(self) -> None: ...
 
 
 def allow_memory(nbytes: int, refusals: Sequence[Refusal], metrics: Metrics) -> None:
@@ -320,41 +303,34 @@ def _refusal(operation: str, directory: Path, error: OSError) -> StoreError:
     )
 
 
-@runtime_checkable
-class Outgoing(Protocol):
-    """A tensor that is written here and then returned to user code. One thread at a time."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """The ordinary tensor for the user's code. Later writes show in it, too."""
-
-    def write(self, begin: int, values: Tensor) -> None:
-        """Write `values` to the elements from `begin` on, in memory order, rounded to the tensor's
-        dtype. values: flat, in host memory. Raises `StoreError`.
-        """
-
-    def fill(self, values: Tensor) -> None:
-        """Write all elements from `values`, a tensor of the same shape and any strides."""
-
-    def sync(self) -> None:
-        """Sync what was written to where it cannot be lost. Blocks. Raises `StoreError`."""
-
-
 class InMemory:
-    """An outgoing tensor in ordinary memory, the host's or a device's; the tensor is dense."""
+    """An outgoing tensor in ordinary memory, the host's or a device's; the tensor is dense.
+
+    tensor: the ordinary tensor for the user's code. Later writes show in it, too.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def write(self, begin: int, values: Tensor) -> None:
+        """Write `values` to the elements from `begin` on, in memory order, rounded to the tensor's
+        dtype. values: flat, in host memory. Raises `StoreError`.
+        """
         there = in_order(self.tensor, self.tensor.stride())[begin : begin + values.numel()]
         there.copy_(values.to(self.tensor.dtype))  # rounded before an upload: the same bits
 
     def fill(self, values: Tensor) -> None:
+        """Write all elements from `values`, a tensor of the same shape and any strides."""
         self.tensor.copy_(values)
 
     def sync(self) -> None:
-        """Do nothing: memory needs no sync."""
+        """Sync what was written to where it cannot be lost: memory needs no sync. Blocks. Raises
+        `StoreError`.
+        """
+
+
+# A tensor that is written here and then returned to user code. One thread at a time.
+Outgoing = InMemory | _OnFile
 
 
 def in_memory(like: Tensor) -> Outgoing:

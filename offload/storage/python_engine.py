@@ -25,16 +25,7 @@ from typing import Any
 import aiofiles.os
 
 from offload.storage.buffers import Buffer
-from offload.storage.engine import (
-    DEPTH,
-    PIECE_BYTES,
-    TIMEOUT_S,
-    Fault,
-    FaultKind,
-    IOEngine,
-    Priority,
-    Transfer,
-)
+from offload.storage.engine import Fault, FaultKind, IOEngine, Priority, Transfer
 
 _MOST_TRIES = 64  # of an operation that makes no progress
 _ROUNDS = 8  # into which the wait for an operation is divided
@@ -66,9 +57,7 @@ class _QueuedTransfer:
 class PythonEngine(IOEngine):
     """An engine of one event loop in a thread of its own, with `depth` pieces in flight on it."""
 
-    def __init__(
-        self, timeout_s: float = TIMEOUT_S, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES
-    ) -> None:
+    def __init__(self, timeout_s: float, depth: int, piece_bytes: int) -> None:
         super().__init__("aiofiles", piece_bytes, timeout_s)
         self._fault, self._attempts = _HEALTHY, 0
         self._works: dict[int, _QueuedTransfer] = {}

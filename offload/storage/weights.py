@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,7 @@ from offload.core.errors import ConfigError, CorruptionError, FormatError, Offlo
 from offload.core.format_limits import MOST_HEADER_BYTES
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
-from offload.core.portable import refused
-from offload.core.strict_json import parse_json
+from offload.core.portable import read_json
 from offload.core.ticket import Ticket
 from offload.core.timeline import DISK_READS, Event
 from offload.storage.buffers import Buffer
@@ -95,17 +95,7 @@ def _read_index(path: Path) -> dict[str, str]:
     """Read the file name of each tensor's shard. A name that is a path is a `FormatError`, so that
     an index cannot lead out of its directory.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(MOST_HEADER_BYTES + 1)
-    except OSError as error:
-        raise refused(path, "read", error) from error
-    if len(text) > MOST_HEADER_BYTES:
-        raise FormatError(f"{path}: has more than {MOST_HEADER_BYTES} bytes; expected an index")
-    try:
-        found = parse_json(text)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error.__cause__
+    found: Any = read_json(path, MOST_HEADER_BYTES)
     places = found.get("weight_map") if type(found) is dict else None
     if type(places) is not dict or not places:
         raise FormatError(f"{path}: expected a weight_map of names and files")
@@ -127,23 +117,13 @@ class FileRange(NamedTuple):
     nbytes: int
 
 
-class _FileExtent(NamedTuple):
-    file: OpenedFile
-    offset: int
-    begin: int
-    nbytes: int
-
-
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Read(Group):
     """A read of a block. It succeeds only if the files are unchanged at its end."""
 
-    __slots__ = ("begin_s", "memory", "original")
-
-    def __init__(self, original: WeightBlock, memory: Buffer, priority: Priority) -> None:
-        what = f"read of {original.name}"
-        super().__init__(Ticket(what, original.engine.describe), priority)
-        self.original, self.memory = original, memory
-        self.begin_s = time.perf_counter()
+    original: WeightBlock
+    memory: Buffer
+    begin_s: float = field(default_factory=time.perf_counter)
 
     def end(self, error: OffloadError | None) -> None:
         self.error = self.original._ended(self, error)
@@ -159,8 +139,8 @@ class WeightBlock:
         self.nbytes = sum(piece.nbytes for piece in pieces)
         self._metrics = metrics
         self._files = list(dict.fromkeys(piece.file for piece in pieces))
-        self._extents = [
-            _FileExtent(way, at, piece.begin + at - piece.offset, nbytes)
+        self._extents: list[tuple[OpenedFile, int, int, int]] = [  # offset, place in the block
+            (way, at, piece.begin + at - piece.offset, nbytes)
             for piece in pieces
             for way, at, nbytes in piece.file.cut(piece.offset, piece.nbytes)
         ]
@@ -174,13 +154,14 @@ class WeightBlock:
         for file in self._files:
             file.check_unchanged(self.name)
         sums = self._sums or [make_sums(0, 1)] * len(self._extents)
-        group = _Read(self, target, priority)
+        ticket: Ticket[None] = Ticket(f"read of {self.name}", self.engine.describe)
+        group = _Read(ticket, priority, original=self, memory=target)
         transfers = [
             Transfer(self.name, False, file, offset, target.part(begin, nbytes), known)
             for (file, offset, begin, nbytes), known in zip(self._extents, sums, strict=True)
         ]
         self.engine.submit(group, transfers)
-        return group.ticket
+        return ticket
 
     def _ended(self, read: _Read, error: OffloadError | None) -> OffloadError | None:
         """Return the error that a read ends with: check that the files are unchanged, and take the
@@ -206,7 +187,7 @@ class WeightBlock:
             )
         if error is None:
             if self._sums is None:
-                self._sums = [self._sum(memory.part(e.begin, e.nbytes)) for e in self._extents]
+                self._sums = [self._sum(memory.part(at, n)) for _, _, at, n in self._extents]
             self._metrics.count("disk_read_bytes", self.nbytes)
             self._metrics.count("original_read_bytes", self.nbytes)  # included in the former
             now_s = time.perf_counter()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.core.errors import FormatError
-from offload.core.portable import read_small, write_private
-from offload.core.strict_json import parse_json, printable, read_as, shown
+from offload.core.portable import read_json, write_private
+from offload.core.strict_json import read_as, shown
 from offload.core.timeline import ROWS, Event, StepFact, to_chrome
 from offload.planning.layout import ParamSpec
 from offload.telemetry.iterations import IterationSummary
@@ -144,13 +144,8 @@ def load(path: str | os.PathLike[str]) -> Run:
     """Read the file of a run. Raises `FormatError` if it is not such a file, `StoreError` if it
     cannot be read.
     """
-    text = read_small(Path(path), MOST_FILE_BYTES)
-    try:
-        return from_dict(parse_json(text))
-    except FormatError as error:
-        raise FormatError(
-            f"{printable(path)}: {error}; expected what offload.report(...).save_trace(path) writes"
-        ) from error
+    remedy = "; expected what offload.report(...).save_trace(path) writes"
+    return read_json(Path(path), MOST_FILE_BYTES, from_dict, remedy)
 
 
 def from_dict(data: Any) -> Run:
