@@ -383,11 +383,13 @@ class Lease:
         """Return the memory as bytes; the view keeps the memory alive as a tensor does."""
         return memoryview(self._memory())[: self.nbytes].cast("B")
 
-    def release(self) -> None:
+    def release(self, *exception: object) -> None:
         """End the lease. Its extent returns to the pool as soon as no tensor or view is left on it.
         Idempotent.
         """
         self._held = None
+
+    __exit__ = release
 
     def _memory(self) -> ctypes.Array[ctypes.c_char]:
         if self._held is None:
@@ -398,9 +400,6 @@ class Lease:
 
     def __enter__(self) -> Lease:
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
 
 def _map_arena(nbytes: int) -> _Arena:

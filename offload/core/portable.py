@@ -77,29 +77,21 @@ def write_private(path: Path, content: str | bytes) -> None:
     `StoreError` if the system refuses.
     """
     try:
-        _write(path, content.encode() if isinstance(content, str) else content)
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ConfigError(f"path: expected a new or an ordinary file, {path} is something else")
+        try:
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+        except FileNotFoundError as error:
+            raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
+        try:
+            with open(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
     except OSError as error:
         raise refused(path, "write", error, remedy="see that you may write there") from error
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        there = os.lstat(path)
-    except FileNotFoundError:
-        there = None
-    if there is not None and not stat.S_ISREG(there.st_mode):
-        raise ConfigError(f"path: expected a new or an ordinary file, {path} is something else")
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    except FileNotFoundError as error:
-        raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:

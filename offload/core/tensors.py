@@ -67,21 +67,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@contextmanager
-def left_inference_mode() -> Iterator[None]:
-    """Leave the caller's inference mode while the block runs; autograd stays off."""
-    with torch.inference_mode(False), torch.no_grad():  # the first alone would enable autograd
-        yield
-
-
 def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to leave its caller's inference mode, if there is one."""
+    """Decorate a function to leave its caller's inference mode, if there is one; autograd is off
+    then.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
-        with left_inference_mode():
+        with torch.inference_mode(False), torch.no_grad():  # the first alone would enable autograd
             return function(*args, **kwargs)
 
     return call

@@ -44,7 +44,7 @@ from offload.storage.engine import (
     make_sums,
 )
 from offload.storage.files import SwapFile, System, close_swap_files, open_swap_files
-from offload.storage.space import ChunkTable, DirectoryStats, Extent, Space, StoreStats, Version
+from offload.storage.space import ChunkTable, Extent, Space, StoreStats, Version
 
 _WRITES = DISK_WRITES, "disk_written_bytes"  # the row of the timeline, and the counter
 _READS = DISK_READS, "disk_read_bytes"
@@ -130,8 +130,7 @@ class DiskStore:
         self._anonymous = anonymous if self.engine.held else ()  # the engine keeps it alive
         self._space = Space(self._files)
         self._table = ChunkTable(self._space)
-        self._read_bytes = [0] * len(self._files)
-        self._written_bytes = [0] * len(self._files)
+        self._read_bytes = self._written_bytes = 0
         self._lock = threading.Lock()
         self._room = Gate(self._lock)
         self._writers_waiting = 0  # at `_room`
@@ -275,7 +274,6 @@ class DiskStore:
         """Record that an operation has ended or could not be started. All in one hold of the lock:
         a writer that waits for room and sees nothing in flight gives up.
         """
-        moved = self._written_bytes if operation.is_write else self._read_bytes
         with self._lock:
             version, operation.version = operation.version, None
             if version is None:
@@ -284,11 +282,12 @@ class DiskStore:
                 waiting_bytes = self._space.waiting_bytes
                 for file, _, nbytes in version.extents:
                     waiting_bytes[file] -= nbytes
-                    if error is None:
-                        moved[file] += nbytes
+            moved_bytes = version.nbytes if error is None else 0
             if operation.is_write:
+                self._written_bytes += moved_bytes
                 self._table.end(version, error)
             else:
+                self._read_bytes += moved_bytes
                 self._table.let_go_after(version, error)
             if self._writers_waiting:
                 self._room.notify_all()
@@ -331,17 +330,6 @@ class DiskStore:
         self.engine.check_usable(may_be_closed=True)
         with self._lock:
             self._table.take_in()
-            directories = tuple(
-                DirectoryStats(
-                    str(file.directory),
-                    file.nbytes,
-                    self._space.extents[number].used,
-                    self._read_bytes[number],
-                    self._written_bytes[number],
-                    file.align > 1,
-                )
-                for number, file in enumerate(self._files)
-            )
             return StoreStats(
                 self.engine.name,
                 self._space.capacity_bytes,
@@ -349,7 +337,8 @@ class DiskStore:
                 self._space.peak_bytes,
                 self._table.quarantined_bytes,
                 len(self._table.current),
-                directories,
+                self._read_bytes,
+                self._written_bytes,
             )
 
     def close(self) -> None:

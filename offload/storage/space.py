@@ -23,18 +23,6 @@ from offload.storage.files import BLOCK_BYTES, SwapFile
 
 
 @dataclass(frozen=True)
-class DirectoryStats:
-    """The bytes held in one directory, and those moved there since the store was opened."""
-
-    path: str
-    capacity_bytes: int
-    used_bytes: int
-    read_bytes: int
-    written_bytes: int  # wear of the drive
-    direct: bool  # direct I/O: past the page cache
-
-
-@dataclass(frozen=True)
 class StoreStats:
     """The figures of a store at one moment.
 
@@ -47,15 +35,8 @@ class StoreStats:
     peak_bytes: int
     quarantined_bytes: int  # never freed: an operation on them timed out and has not ended
     chunks: int
-    directories: tuple[DirectoryStats, ...] = ()
-
-    @property
-    def read_bytes(self) -> int:
-        return sum(directory.read_bytes for directory in self.directories)
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(directory.written_bytes for directory in self.directories)
+    read_bytes: int = 0  # since the store was opened
+    written_bytes: int = 0
 
 
 class Extent(NamedTuple):

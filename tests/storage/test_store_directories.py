@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.loops import SEED, chosen
 from support.mounts import HANG_S, loop_mount, run_here
-from support.stores import KIB, nothing_left, sync
+from support.stores import KIB, is_direct, nothing_left, sync
 
 from offload.core.drive_facts import DirectIo
 from offload.core.errors import CapacityError, ConfigError, StateError, StoreError
@@ -93,10 +93,9 @@ def round_trips(directory: Path) -> None:
                 store.read(name, back).wait(HANG_S)
                 assert np.array_equal(back, data), f"{engine}: {name}"
                 store.free(name)
-            (found,) = store.stats().directories
             noted = any("page cache" in why for why in metrics.snapshot().fallbacks.values())
-            print(f"{engine}: direct {found.direct}, fall-backs {metrics.snapshot().fallbacks}")
-            assert noted == (not found.direct)
+            print(f"{engine}: direct {is_direct(store)}, fall-backs {metrics.snapshot().fallbacks}")
+            assert noted == (not is_direct(store))
             sync(store)
             assert sorted(os.listdir(directory)) == before
         if noted:
@@ -137,7 +136,7 @@ def test_a_link_to_a_directory(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     with DiskStore(tmp_path / "link", MIB) as store:
-        assert store.stats().directories[0].path == str(tmp_path / "real")
+        assert store._files[0].directory == tmp_path / "real"
     round_trips(tmp_path / "link")
 
 
@@ -242,7 +241,7 @@ def test_no_direct_io_is_a_fall_back_and_strict_refuses_it(tmp_path: Path) -> No
 
     metrics, fds = Metrics(), open_fds()
     with DiskStore(tmp_path, MIB, metrics=metrics, system=Cached()) as store:
-        assert not store.stats().directories[0].direct
+        assert not is_direct(store)
         data = some_bytes(5001, 3, SEED)
         store.write("a", data).wait(HANG_S)
         back = np.empty_like(data)
@@ -369,7 +368,7 @@ def mounted_twice(directory: Path) -> None:
             back = np.empty_like(data)
             store.read(name, back).wait(HANG_S)
             assert np.array_equal(back, data)
-        assert all(found.used_bytes for found in store.stats().directories)
+        assert all(extents.used for extents in store._space.extents)
 
 
 def test_no_mount_is_left(tmp_path: Path) -> None:

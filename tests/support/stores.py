@@ -122,6 +122,11 @@ def chunks_of(store: GrowingStore) -> int:
     return sum(each.stats().chunks for each in list(store._stores))
 
 
+def is_direct(store: DiskStore) -> bool:
+    """Return whether all swap files have direct I/O: past the page cache."""
+    return all(file.align > 1 for file in store._files)
+
+
 def sync(store: DiskStore) -> None:
     """Sync the swap files to their drives."""
     for file in store._files:
