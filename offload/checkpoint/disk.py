@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from offload.checkpoint.format.directory import CheckpointDirectory
 from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME
 from offload.core.drive_facts import probe_direct_io
 from offload.core.errors import StoreError
@@ -173,31 +174,6 @@ def name_within(hidden: str) -> str | None:
     return found[1] if found else None
 
 
-def open_directory(dir_fd: int, name: str) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, dir_fd=dir_fd)
-
-
-def try_lock(fd: int, shared: bool = False) -> bool | None:
-    """Take the lock of a directory; return whether it was free. None: there are no locks here."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def leads_to(dir_fd: int, name: str, fd: int) -> bool:
-    """Return whether `name` in a directory is the file or directory open as `fd`."""
-    try:
-        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except OSError:
-        return False
-    return os.path.samestat(found, os.fstat(fd))
-
-
 def identity_of(fd: int) -> list[int]:
     """Return device and inode, by which another process knows that it has the same file open."""
     found = os.fstat(fd)
@@ -210,18 +186,23 @@ def is_ours(name: str) -> bool:
 
 
 def remove(
-    disk: CheckpointDisk, dir_fd: int, name: str, fd: int, files: Iterable[str] | None = None
+    disk: CheckpointDisk,
+    parent: CheckpointDirectory,
+    name: str,
+    directory: CheckpointDirectory,
+    files: Iterable[str] | None = None,
 ) -> None:
-    """Remove the directory `name`, open as `fd`, with `files` in it; None: all that a save makes.
+    """Remove `directory`, which is `name` in `parent`, with `files` in it; None: all that a save
+    makes.
 
     The manifest is removed first: from then on the rest, under any name, is no checkpoint. Raises
     `OSError` if something is left.
     """
     if files is None:
-        files = [file for file in os.listdir(fd) if is_ours(file)]
+        files = [file for file in os.listdir(directory.fd) if is_ours(file)]
     for file in sorted(files, key=lambda file: (file != MANIFEST, file)):
-        disk.unlink(fd, file)
-    disk.rmdir(dir_fd, name)
+        disk.unlink(directory.fd, file)
+    disk.rmdir(parent.fd, name)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ is removed by the ranks that are left, or by the next save.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import time
@@ -29,13 +28,10 @@ from offload.checkpoint.disk import (
     hidden_name,
     identity_of,
     is_ours,
-    leads_to,
     name_within,
-    open_directory,
     refusal,
     remove,
     told,
-    try_lock,
 )
 from offload.checkpoint.format.directory import CheckpointDirectory
 from offload.checkpoint.output import OutputFile
@@ -81,8 +77,8 @@ def free_path(path: Path) -> Path:
 
 
 class UnfinishedCheckpoint:
-    """A checkpoint's directory before it is published. fd: the descriptor of the directory. fds:
-    those of the files in it that are being written. is_shared: other ranks write them, too.
+    """A checkpoint's directory before it is published. fd: its descriptor, as soon as it is locked.
+    fds: those of the files in it that are being written. is_shared: other ranks write them, too.
     """
 
     def __init__(
@@ -139,17 +135,16 @@ class UnfinishedCheckpoint:
             self.hidden = hidden_name(self.path.name, PART)
             with told("mkdir", self.folder):
                 self._disk.mkdir(self.parent.fd, self.hidden)
-                # Between the two calls another save may remove it: without a lock it is a leftover.
-                with suppress(FileNotFoundError):
-                    self.fd = open_directory(self.parent.fd, self.hidden)
-            if self.fd >= 0:
-                locked = try_lock(self.fd)
-                if locked is not False and leads_to(self.parent.fd, self.hidden, self.fd):
+            # From here on another save may remove it: without a lock it is a leftover.
+            with suppress(FormatError):
+                self.directory = CheckpointDirectory(self.hidden, self.parent)
+                locked = self.directory.try_lock()
+                if locked is not False and self.directory.is_at(self.parent, self.hidden):
                     break
-                os.close(self.fd)
-                self.fd = -1
+                self.directory.close()
         else:
             raise StateError(f"{self.parent.path}: others remove every directory made there")
+        self.fd = self.directory.fd
         if locked is None:
             self._metrics.fall_back(
                 f"checkpoints in {self.parent.path}",
@@ -213,10 +208,8 @@ class UnfinishedCheckpoint:
     def release(self) -> None:
         """Unlock and close the directory, and keep the parents that were made for it."""
         if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            with suppress(OSError):  # closing is not enough if a forked child shares it
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            self.fd = -1
+            self.directory.close()
         self._made.clear()
         for parent in self._parents:
             parent.close()
@@ -247,13 +240,12 @@ class UnfinishedCheckpoint:
             self.release()
 
     def _remove(self) -> None:
-        dir_fd = self.parent.fd
-        if leads_to(dir_fd, self.path.name, self.fd):  # it was renamed, but publishing failed
+        if self.directory.is_at(self.parent, self.path.name):  # it was renamed, then this failed
             with suppress(OSError):
-                self._disk.rename(dir_fd, self.path.name, self.hidden)
+                self._disk.rename(self.parent.fd, self.path.name, self.hidden)
         for name in (self.hidden, self.path.name):
-            if leads_to(dir_fd, name, self.fd):
-                remove(self._disk, dir_fd, name, self.fd)
+            if self.directory.is_at(self.parent, name):
+                remove(self._disk, self.parent, name, self.directory)
 
 
 def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: str) -> None:
@@ -267,23 +259,22 @@ def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: st
         if stands_for is None:
             continue
         try:
-            fd = open_directory(parent.fd, hidden)
-        except OSError:  # gone, or no directory
+            directory = CheckpointDirectory(hidden, parent)
+        except (FormatError, StoreError):  # gone, or no directory
             continue
-        try:
-            locked = try_lock(fd)
+        with directory:
+            locked = directory.try_lock()
             if locked is False and stands_for == name and hidden.endswith(PART):
                 raise ConfigError(
-                    f"{parent.path / name}: another save is under way there; give another path, or "
-                    "save on one rank only where each has the whole"
+                    f"{directory.path.with_name(name)}: another save is under way there; give "
+                    "another path, or save on one rank only where each has the whole"
                 )
-            files = os.listdir(fd)
-            if locked and leads_to(parent.fd, hidden, fd) and all(map(is_ours, files)):
-                remove(disk, parent.fd, hidden, fd, files)
-        except OSError as error:
-            LOG.warning("checkpoint: %s could not be removed: %s", parent.path / hidden, error)
-        finally:
-            os.close(fd)
+            try:
+                files = os.listdir(directory.fd)
+                if locked and directory.is_at(parent, hidden) and all(map(is_ours, files)):
+                    remove(disk, parent, hidden, directory, files)
+            except OSError as error:
+                LOG.warning("checkpoint: %s could not be removed: %s", directory.path, error)
 
 
 # --- other ranks ----------------------------------------------------------------------------------
@@ -297,17 +288,13 @@ class SharedDraft:
     def __init__(self, path: Path, invitation: Mapping[str, Any], disk: CheckpointDisk) -> None:
         self.path, self._disk = path, disk
         self._files: Mapping[str, Sequence[int]] = invitation["files"]
-        self.fd = -1
         self.fds: list[int] = []
         self.folder = Path(str(invitation["directory"]))
-        name = self.folder.name
-        if self.folder.parent != path.parent or name_within(name) != path.name:
+        if self.folder.parent != path.parent or name_within(self.folder.name) != path.name:
             raise StateError(f"save of {path}: the first rank saves in {self.folder}")
-        self.parent = CheckpointDirectory(path.parent)
+        self.directory = CheckpointDirectory(self.folder)
         try:
-            with told("open", self.folder):
-                self.fd = open_directory(self.parent.fd, name)
-            _check_same(self.folder, self.fd, invitation["identity"], stat.S_ISDIR)
+            _check_same(self.folder, self.directory.fd, invitation["identity"], stat.S_ISDIR)
         except BaseException:
             self.release()
             raise
@@ -326,7 +313,7 @@ class SharedDraft:
 
     def _open(self, path: Path, identity: Sequence[int], nbytes: int) -> int:
         with told("open", path):
-            fd = self._disk.open_again(self.fd, path.name)
+            fd = self._disk.open_again(self.directory.fd, path.name)
         self.fds.append(fd)
         _check_same(path, fd, identity, stat.S_ISREG)
         found = os.fstat(fd)
@@ -338,24 +325,24 @@ class SharedDraft:
         return fd
 
     def discard(self) -> None:
-        """Close the directory; remove it if the first rank is lost. Idempotent."""
+        """Close the directory; remove it if the first rank is lost."""
         try:
-            if self.fd >= 0:
-                self._remove_if_left_alone()
+            with CheckpointDirectory(self.path.parent) as parent:
+                self._remove_if_left_alone(parent)
         except OSError as error:
             LOG.warning("checkpoint %s could not be removed: %s", self.folder, error)
         finally:
             self.release()
 
-    def _remove_if_left_alone(self) -> None:
+    def _remove_if_left_alone(self, parent: CheckpointDirectory) -> None:
         """Remove the directory if the first rank is lost. While the first rank lives it holds the
         lock, and removes everything itself. Waits up to `_GONE_S` for the lock.
         """
         name, until_s = self.folder.name, time.monotonic() + _GONE_S
-        while leads_to(self.parent.fd, name, self.fd):
-            if try_lock(self.fd):
+        while self.directory.is_at(parent, name):
+            if self.directory.try_lock():
                 with suppress(FileNotFoundError):  # another rank was faster
-                    remove(self._disk, self.parent.fd, name, self.fd)
+                    remove(self._disk, parent, name, self.directory)
                 return
             if time.monotonic() > until_s:
                 return
@@ -363,10 +350,7 @@ class SharedDraft:
 
     def release(self) -> None:
         """Close the directory. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        self.parent.close()
+        self.directory.close()
 
 
 def sweep(path: Path) -> None:

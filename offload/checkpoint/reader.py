@@ -11,7 +11,6 @@ An open reader holds a shared lock on the directory, so that no save removes it 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import weakref
 from collections import deque
@@ -19,7 +18,6 @@ from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from typing import Any
 
-from offload.checkpoint.disk import try_lock
 from offload.checkpoint.format.directory import CheckpointDirectory, read_into
 from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor, crc32
 from offload.checkpoint.output import IoBuffer, IoBuffers
@@ -65,7 +63,7 @@ class CheckpointReader:
         self.path = self._directory.path
         self._own_engine: IOEngine | None = None
         try:
-            try_lock(self._directory.fd, shared=True)
+            self._directory.try_lock(shared=True)
             self.manifest: Manifest = self._directory.read_manifest()
             self._files = {
                 name: self._open(name, nbytes) for name, nbytes in self.manifest.files.items()
@@ -290,6 +288,4 @@ def _close(
         engine.close()
     if engine is None or (engine.is_over and engine.abandoned_bytes == 0):
         close_fds(fds)
-    with suppress(OSError):  # closing is not enough if a forked child shares it
-        fcntl.flock(directory.fd, fcntl.LOCK_UN)
     directory.close()

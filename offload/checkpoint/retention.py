@@ -10,18 +10,9 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, suppress
 
-from offload.checkpoint.disk import (
-    OLD,
-    CheckpointDisk,
-    hidden_name,
-    leads_to,
-    name_within,
-    open_directory,
-    remove,
-    try_lock,
-)
+from offload.checkpoint.disk import OLD, CheckpointDisk, hidden_name, name_within, remove
 from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers
-from offload.checkpoint.format.manifest import MANIFEST, Manifest
+from offload.checkpoint.format.manifest import MANIFEST, Manifest, claimed_number
 from offload.core.errors import FormatError, StoreError
 from offload.core.metrics import Metrics
 
@@ -35,7 +26,7 @@ def next_number(parent: CheckpointDirectory) -> int:
                 suppress(FormatError, StoreError),
                 CheckpointDirectory(hidden, parent) as directory,
             ):
-                numbers.append(directory.claimed_number() or 0)
+                numbers.append(claimed_number(directory.begin_of_manifest()) or 0)
     return 1 + max(numbers, default=0)
 
 
@@ -61,51 +52,48 @@ class OlderCheckpoints:
             with ExitStack() as opened:
                 doomed = self._whole()[count:]
                 doing = "hide older checkpoints"
-                each = [self._hide(name, files, opened) for name, files in doomed]
-                hidden = [one for one in each if one is not None]
+                hidden = []
+                for name, files in doomed:
+                    directory = opened.enter_context(CheckpointDirectory(name, self._parent))
+                    if self._may_go(name, directory, files):
+                        hidden.append((hidden_name(name, OLD), directory, files))
+                        self._disk.rename(self._parent.fd, name, hidden[-1][0])
+                        self._disk.hook("old one hidden")
                 if hidden:
                     # Durable before a file is removed: no power failure shows a torn checkpoint.
                     self._disk.fsync_dir(self._parent.fd)
                 doing = "remove older checkpoints"
-                for name, fd, files in hidden:
-                    remove(self._disk, self._parent.fd, name, fd, files)
+                for name, directory, files in hidden:
+                    remove(self._disk, self._parent, name, directory, files)
                     self._disk.hook("old one removed")
         except (OSError, FormatError) as error:
             self._tell(f"could not {doing}: {error}; the new one is whole")
 
     def _whole(self) -> list[tuple[str, list[str]]]:
         """Return name and files of each that is whole and of the same model, newest first."""
-        numbers = list_numbers(self._parent)
-        older = [name for name, number in numbers.items() if number < self._newest.number]
         found = []
-        for name in sorted(older, key=lambda name: (numbers[name], name), reverse=True):
+        for name, number in list_numbers(self._parent).items():
+            if number >= self._newest.number:
+                continue
             with (
                 suppress(FormatError, StoreError),
                 CheckpointDirectory(name, self._parent) as directory,
             ):
-                manifest = directory.read_manifest()
-                directory.check_files(manifest)
+                manifest = directory.read_whole()
                 if manifest.fingerprint == self._newest.fingerprint:
                     found.append((name, [*manifest.files, MANIFEST]))
         return found
 
-    def _hide(
-        self, name: str, files: list[str], opened: ExitStack
-    ) -> tuple[str, int, list[str]] | None:
-        """Return the hidden name, the descriptor and the files; None: it stays."""
-        fd = open_directory(self._parent.fd, name)
-        opened.callback(os.close, fd)
-        foreign = sorted(set(os.listdir(fd)) - set(files))
+    def _may_go(self, name: str, directory: CheckpointDirectory, files: list[str]) -> bool:
+        """Lock the directory, and return whether it may be removed."""
+        foreign = sorted(set(os.listdir(directory.fd)) - set(files))
         if foreign:
             self._tell(f"{name} stays: another program has put {foreign[0]!r} in it")
-        elif try_lock(fd) is False:
+        elif directory.try_lock() is False:
             self._tell(f"{name} stays: another process reads or removes it now")
-        elif leads_to(self._parent.fd, name, fd):
-            hidden = hidden_name(name, OLD)
-            self._disk.rename(self._parent.fd, name, hidden)
-            self._disk.hook("old one hidden")
-            return hidden, fd, files
-        return None
+        else:
+            return directory.is_at(self._parent, name)
+        return False
 
     def _tell(self, why: str) -> None:
         self._metrics.fall_back(f"checkpoints in {self._parent.path}", why)

@@ -23,7 +23,7 @@ _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _ENDLESS = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes | bytearray) -> Any:
     """Parse JSON in UTF-8, and refuse repeated keys, NaN and infinities, and numbers or nesting
     beyond the limits of the format.
 
@@ -52,7 +52,7 @@ def printable(text: object) -> str:
     return plain if plain.isprintable() else ascii(plain)[1:-1]
 
 
-def _check_bounds(text: bytes) -> None:
+def _check_bounds(text: bytes | bytearray) -> None:
     """Check depth, number of containers, and digits before the parser runs: it recurses as deep as
     the text nests, and its time to convert digits grows with the square of their count.
     """
@@ -70,7 +70,7 @@ def _check_bounds(text: bytes) -> None:
             raise ValueError(f"more than {MOST_CONTAINERS} lists and objects")
 
 
-def _outside_strings(text: bytes) -> Iterator[tuple[bytes, int]]:
+def _outside_strings(text: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
     """Yield the text without the contents of strings, in pieces, because there may be very many
     strings; with each piece the number of bytes that it repeats from the end of the piece before.
     """

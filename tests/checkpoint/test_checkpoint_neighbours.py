@@ -17,8 +17,8 @@ from support.checkpoints import SMALL, contents_of, fill, read, same, save, umas
 from support.disk_doubles import FaultyDisk, StraightDisk
 from support.stores import HANG_S, nothing_left
 
-from offload.checkpoint.disk import POINTS, CheckpointDisk, open_directory, try_lock
-from offload.checkpoint.format.directory import find_newest
+from offload.checkpoint.disk import POINTS, CheckpointDisk
+from offload.checkpoint.format.directory import CheckpointDirectory, find_newest
 from offload.checkpoint.format.verify import verify
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.writer import CheckpointWriter
@@ -200,16 +200,13 @@ def test_leftovers_go_only_if_their_lock_is_free(tmp_path: Path) -> None:
         leave(tmp_path, "y", "b", "old"),
         leave(tmp_path, "z", "c"),
     )
-    fd = open_directory(os.open(tmp_path, os.O_RDONLY), live.name)
-    try:
-        assert try_lock(fd)
+    with CheckpointDirectory(live) as directory:
+        assert directory.try_lock()
         with CheckpointWriter(tmp_path / "new"):
             assert not dead.exists() and not old.exists() and live.exists()
         with pytest.raises(ConfigError, match="another save is under way there"):
             CheckpointWriter(tmp_path / "z")
         assert names(tmp_path) == [live.name]
-    finally:
-        os.close(fd)
     save(tmp_path / "z", CONTENTS)
     assert names(tmp_path) == ["z"]
 

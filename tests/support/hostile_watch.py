@@ -101,8 +101,7 @@ def outcome(act: Callable[[], object]) -> str:
 def read_all(path: Path) -> None:
     """Read a checkpoint as a reader does: manifest, values, and the first bytes of every part."""
     with CheckpointDirectory(path) as directory:
-        manifest = directory.read_manifest()
-        directory.check_files(manifest)
+        manifest = directory.read_whole()
         for tree in manifest.values.values():
             decode(tree, manifest.tensors.__getitem__)
         for tensor in manifest.tensors.values():

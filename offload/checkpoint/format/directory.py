@@ -9,13 +9,14 @@ lead over any links: it is the caller's own. Nothing below it may.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
 import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,6 @@ from offload.checkpoint.format.manifest import (
     SHARD_NAME,
     Manifest,
     claimed_number,
-    claimed_version,
 )
 from offload.core.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.core.format_limits import MOST_FILE_NAME_CHARS, MOST_MANIFEST_BYTES, MOST_NAMES
@@ -38,11 +38,17 @@ _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 _BEGIN_BYTES: Final = 256
+_NO_BEGIN: Final = (
+    "does not begin like a manifest of this format, but stands beside files of a checkpoint: it is "
+    "not what was written"
+)
 _NOBODYS: Final = "lost+found"  # the file system's own; users may not look into it
 
 
 class CheckpointDirectory:
-    """A directory that is open until `close`; also a context manager."""
+    """A directory that is open until `close`; also a context manager. Who writes, reads or removes
+    a checkpoint holds a lock on it.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], parent: CheckpointDirectory | None = None
@@ -57,8 +63,27 @@ class CheckpointDirectory:
         except (OSError, ValueError) as error:
             raise _refusal(self.path, "open", error, below=parent is not None) from error
         self.fd: int = fd
-        self._fds = [fd]
+        self._fds, self._is_locked = [fd], False
         weakref.finalize(self, close_fds, self._fds).atexit = False
+
+    def try_lock(self, shared: bool = False) -> bool | None:
+        """Take the lock until `close`; return whether it was free. None: no locks exist here."""
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        self._is_locked = True
+        return True
+
+    def is_at(self, parent: CheckpointDirectory, name: str) -> bool:
+        """Return whether `name` in `parent` is this very directory."""
+        try:
+            found = os.stat(name, dir_fd=parent.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self.fd))
 
     def names(self) -> list[str]:
         """Return all names in the directory, hidden ones included, sorted."""
@@ -115,7 +140,8 @@ class CheckpointDirectory:
                 raise FormatError(
                     f"{printable(path)}: has {nbytes} bytes, expected {MOST_MANIFEST_BYTES} at most"
                 )
-            text = _read_whole(fd, nbytes, path)
+            text = bytearray(nbytes)
+            read_into(fd, 0, text, path)
         try:
             return Manifest.parse(text)
         except FormatError as error:
@@ -125,8 +151,9 @@ class CheckpointDirectory:
                 f"{printable(path)}: {error}", operation="verify", file=str(path)
             ) from error.__cause__
 
-    def check_files(self, manifest: Manifest) -> None:
-        """Check that every file is there and has its size."""
+    def read_whole(self) -> Manifest:
+        """Read the manifest, and check that every file is there and has its size."""
+        manifest = self.read_manifest()
         for name, nbytes in manifest.files.items():
             found = self.size(name)
             if found != nbytes:
@@ -134,42 +161,31 @@ class CheckpointDirectory:
                     f"{printable(self.path / name)}: has {found} bytes, expected {nbytes}; take "
                     "another checkpoint"
                 )
+        return manifest
 
-    def claimed_number(self, *, strict: bool = False) -> int | None:
-        """Return the number that the manifest claims, without a look at the rest; None: there is no
-        manifest, or it cannot be read. strict: raise a `StoreError` if the system refuses the read.
+    def begin_of_manifest(self) -> bytes:
+        """Return the manifest's first bytes, which claim its version and number; none, if there is
+        no manifest. Raises `StoreError` if the system refuses the read.
         """
-        return claimed_number(self._begin(strict))
+        with suppress(FormatError), self.opened(MANIFEST) as fd:
+            try:
+                return os.pread(fd, _BEGIN_BYTES, 0)
+            except OSError as error:
+                path = self.path / MANIFEST
+                raise _refusal(path, "read", error, below=True, offset=0) from error
+        return b""
 
-    def refuse_damaged_begin(self) -> None:
-        """Raise `CorruptionError` if there are shards beside the manifest. To be called when the
-        manifest does not begin as one.
-        """
+    def has_shards(self) -> bool:
+        """Return whether there are shards, and a manifest of any kind."""
         names = self.names()
-        if MANIFEST in names and any(SHARD_NAME.fullmatch(name) for name in names):
-            path = self.path / MANIFEST
-            raise CorruptionError(
-                f"{printable(path)}: does not begin like a manifest of this format, but stands "
-                "beside files of a checkpoint: it is not what was written",
-                operation="verify",
-                file=str(path),
-            )
-
-    def claimed_version(self) -> int | None:
-        """Return the format version that the manifest claims; None as in `claimed_number`."""
-        return claimed_version(self._begin())
-
-    def _begin(self, strict: bool = False) -> bytes:
-        try:
-            with self.opened(MANIFEST) as fd:
-                return _pread(fd, _BEGIN_BYTES, self.path / MANIFEST)
-        except (FormatError, StoreError) as error:
-            if strict and isinstance(error, StoreError):
-                raise
-            return b""
+        return MANIFEST in names and any(SHARD_NAME.fullmatch(name) for name in names)
 
     def close(self) -> None:
-        """Close the directory. Idempotent."""
+        """Unlock and close the directory. Idempotent."""
+        if self._is_locked:
+            self._is_locked = False
+            with suppress(OSError):  # closing is not enough if a forked child shares it
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
         close_fds(self._fds)
 
     def __enter__(self) -> CheckpointDirectory:
@@ -206,30 +222,14 @@ def read_into(fd: int, offset: int, memory: Any, path: Path) -> None:
         done += got
 
 
-def _pread(fd: int, nbytes: int, path: Path) -> bytes:
-    try:
-        return os.pread(fd, nbytes, 0)
-    except OSError as error:
-        raise _refusal(path, "read", error, below=True, offset=0) from error
-
-
-def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
-    """Read the whole file without a second copy of it."""
-    text = _pread(fd, nbytes, path)
-    if len(text) < nbytes:  # a signal interrupted the read, or the file was cut short
-        rest = bytearray(nbytes - len(text))
-        read_into(fd, len(text), rest, path)
-        text += rest
-    return text
-
-
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
 def list_numbers(
     parent: CheckpointDirectory, passed: MutableMapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Return the directories in `parent` that look like checkpoints, with the numbers they claim.
+    """Return the directories in `parent` that look like checkpoints, with the numbers they claim,
+    newest first.
 
     Skips hidden names (they begin with ".") and links. passed: for `find_newest`, which must not
     miss the newest checkpoint. So errors of the system are raised then, and a checkpoint whose
@@ -241,22 +241,18 @@ def list_numbers(
             continue
         try:
             with CheckpointDirectory(name, parent) as directory:
-                number = directory.claimed_number(strict=passed is not None)
-                if number is None and passed is not None and name not in passed:
-                    directory.refuse_damaged_begin()
+                number = claimed_number(directory.begin_of_manifest())
+                if number is not None:
+                    found[name] = number
+                elif passed is not None and name not in passed and directory.has_shards():
+                    path = printable(directory.path / MANIFEST)
+                    pass_over(name, f"{path}: {_NO_BEGIN}", passed)
         except FormatError:
-            continue
-        except CorruptionError as error:
-            assert passed is not None
-            pass_over(name, error, passed)
             continue
         except StoreError:
             if passed is not None:
                 raise
-            continue
-        if number is not None:
-            found[name] = number
-    return found
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0]), reverse=True))
 
 
 def find_newest(
@@ -272,7 +268,7 @@ def find_newest(
     try:
         with CheckpointDirectory(path) as directory:
             if MANIFEST in directory.names():
-                directory.check_files(directory.read_manifest())
+                directory.read_whole()
                 return Path(path)
             return _find_below(directory, {} if passed is None else passed)
     except StoreError as error:
@@ -284,13 +280,12 @@ def find_newest(
 
 
 def _find_below(parent: CheckpointDirectory, passed: MutableMapping[str, str]) -> Path:
-    numbers = list_numbers(parent, passed)
-    for name in sorted(numbers, key=lambda name: (numbers[name], name), reverse=True):
+    for name in list_numbers(parent, passed):
         if name in passed:
             continue
         try:
             with CheckpointDirectory(name, parent) as directory:
-                directory.check_files(directory.read_manifest())
+                directory.read_whole()
         except (FormatError, CorruptionError) as error:
             pass_over(name, error, passed)
         else:
@@ -306,10 +301,10 @@ def _find_below(parent: CheckpointDirectory, passed: MutableMapping[str, str]) -
     )
 
 
-def pass_over(name: str, error: BaseException, passed: MutableMapping[str, str]) -> None:
+def pass_over(name: str, why: object, passed: MutableMapping[str, str]) -> None:
     """Note why a checkpoint is passed over, and warn the user, who goes on from an older one."""
-    passed[name] = str(error)
-    warnings.warn(f"checkpoint {printable(name)} is passed over: {error}", stacklevel=2)
+    passed[name] = str(why)
+    warnings.warn(f"checkpoint {printable(name)} is passed over: {why}", stacklevel=2)
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class Manifest:
         return body + end
 
     @classmethod
-    def parse(cls, text: bytes) -> Manifest:
+    def parse(cls, text: bytes | bytearray) -> Manifest:
         """Parse and check a manifest. Raises `FormatError`, or `CorruptionError` if the bytes are
         not those that were written.
         """
@@ -188,7 +188,7 @@ def claimed_version(begin: bytes) -> int | None:
     return int(head[1]) if head else None
 
 
-def claimed_number(begin: bytes) -> int | None:
+def claimed_number(begin: bytes | bytearray) -> int | None:
     """Return the number of a manifest that begins with these bytes; None: none can begin so."""
     head = _BEGIN.match(begin)
     number = _NUMBER.match(begin, head.end()) if head else None
@@ -198,7 +198,7 @@ def claimed_number(begin: bytes) -> int | None:
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def _check_digest(text: bytes) -> None:
+def _check_digest(text: bytes | bytearray) -> None:
     """Check that the text begins and ends as a manifest, and its digest and format version."""
     if len(text) > MOST_MANIFEST_BYTES:
         raise FormatError(f"expected at most {MOST_MANIFEST_BYTES} bytes, got more")

@@ -11,12 +11,20 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
 from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers, read_into
-from offload.checkpoint.format.manifest import MANIFEST, VERSION, Manifest, SavedTensor, crc32
+from offload.checkpoint.format.manifest import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    SavedTensor,
+    claimed_version,
+    crc32,
+)
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.format_limits import MOST_FINDINGS, READ_BYTES
 from offload.core.portable import drop_cached
@@ -107,7 +115,9 @@ def _refuse(directory: CheckpointDirectory) -> NoReturn:
 
 def _check_version(directory: CheckpointDirectory) -> None:
     """Refuse a checkpoint of another version, which this code cannot read: it may be whole."""
-    version = directory.claimed_version()
+    version = None
+    with suppress(StoreError):
+        version = claimed_version(directory.begin_of_manifest())
     if version is not None and version != VERSION:
         raise ConfigError(
             f"{printable(directory.path / MANIFEST)}: has version {version} of the format, "
