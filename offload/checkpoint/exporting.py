@@ -20,12 +20,12 @@ from torch import Tensor
 
 from offload.checkpoint.disk import told
 from offload.checkpoint.format.manifest import SavedTensor
+from offload.checkpoint.format.values import decode
 from offload.checkpoint.optimizer import SavedOptimizer
 from offload.checkpoint.rank_group import in_files
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.saving import MODEL, OPTIMIZER
 from offload.checkpoint.tensors import PIECE_BYTES, fill, parse_memory_formats, viewed
-from offload.checkpoint.trees import decoded
 from offload.core.errors import ConfigError, FormatError
 from offload.core.portable import reserve
 from offload.planning.layout import MASTER
@@ -40,7 +40,7 @@ def export_model(reader: CheckpointReader, out: Path, shard_bytes: int) -> list[
     A file has at most `shard_bytes` of values, unless one tensor alone has more. Tied weights are
     written once, as `save_pretrained` does.
     """
-    tensors = [t for t in reader.manifest.tensors.values() if t.section == MODEL]
+    tensors = reader.manifest.of_section(MODEL)
     if os.path.lexists(out):
         raise ConfigError(f"{out}: is there already; give a new directory")
     shards = in_files(tensors, lambda tensor: tensor.nbytes, shard_bytes) or [[]]
@@ -115,43 +115,42 @@ def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
     """
     if OPTIMIZER not in reader.manifest.values:
         raise ConfigError(f"{reader.path}: has no optimizer in it")
-    tree = decoded(reader.manifest.values[OPTIMIZER], lambda name: _mapped(reader, name, folder))
-    saved = SavedOptimizer.of(tree)
-    index = {name: number for number, name in enumerate(chain.from_iterable(saved.params))}
+    tree = decode(reader.manifest.values[OPTIMIZER], lambda name: _mapped(reader, name, folder))
     orders = parse_memory_formats(tree) or {}
+    fields = {
+        tensor.key: _mapped(reader, tensor.name, folder, orders.get(tensor.key.rpartition("/")[0]))
+        for tensor in reader.manifest.of_section(OPTIMIZER)
+        if not _is_master(tensor)
+    }
+    saved = SavedOptimizer.of(tree, fields)
+    index = {name: number for number, name in enumerate(chain.from_iterable(saved.params))}
     try:
         state = {index[name]: each for name, each in saved.states.items()}
-        groups = [
-            {**settings, "params": [index[name] for name in params]}
-            for settings, params in zip(saved.settings, saved.params, strict=True)
-        ]
-        for tensor in reader.manifest.tensors.values():
-            name, _, field = tensor.key.rpartition("/")
-            if tensor.section == OPTIMIZER and field != MASTER:
-                found = _mapped(reader, tensor.name, folder, orders.get(name))
-                state.setdefault(index[name], {})[field] = found
     except KeyError as error:
         raise FormatError(f"{reader.path}: it holds no valid optimizer state: {error}") from error
+    groups = [
+        {**settings, "params": [index[name] for name in params]}
+        for settings, params in zip(saved.settings, saved.params, strict=True)
+    ]
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def has_masters(reader: CheckpointReader) -> bool:
-    return any(
-        tensor.section == OPTIMIZER and tensor.key.rpartition("/")[2] == MASTER
-        for tensor in reader.manifest.tensors.values()
-    )
+    return any(map(_is_master, reader.manifest.of_section(OPTIMIZER)))
+
+
+def _is_master(field: SavedTensor) -> bool:
+    return field.key.rpartition("/")[2] == MASTER
 
 
 def of_unknown_order(reader: CheckpointReader) -> list[str]:
     """Return the parameters that may have been channels_last, if the checkpoint is of an old
     version, which does not record the memory order.
     """
-    tree = decoded(
-        reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0, device="meta")
-    )
+    tree = decode(reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0, device="meta"))
     if not isinstance(tree, Mapping) or parse_memory_formats(tree) is not None:
         return []
-    fields = [t for t in reader.manifest.tensors.values() if t.section == OPTIMIZER]
+    fields = reader.manifest.of_section(OPTIMIZER)
     return sorted({t.key.rpartition("/")[0] for t in fields if len(t.shape) > 2})
 
 

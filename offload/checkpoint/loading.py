@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.format.directory import find_newest, pass_over
-from offload.checkpoint.format.manifest import Manifest
+from offload.checkpoint.format.values import decode
 from offload.checkpoint.model import Differences, ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.rank_group import RankGroup
@@ -34,7 +34,7 @@ from offload.checkpoint.saving import (
     process_group_of,
 )
 from offload.checkpoint.tensors import whole
-from offload.checkpoint.trees import check_random_states, decoded, set_random_states
+from offload.checkpoint.trees import check_random_states, set_random_states
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.core.locks import uninterrupted
 from offload.core.log import LOG
@@ -77,7 +77,7 @@ class Load:
         self._reader.check(share=(self._rank_group.rank, self._rank_group.count))
         values = self._reader.manifest.values
         self._trees = {
-            name: decoded(tree, lambda each: whole(self._reader.tensor(each)))
+            name: decode(tree, lambda each: whole(self._reader.tensor(each)))
             for name, tree in values.items()
         }
         differences = Differences(f"{self._reader.path} and what it is loaded into")
@@ -110,9 +110,8 @@ class Load:
 
     def _under(self, section: str) -> dict[str, FieldSource]:
         return {
-            saved.key: self._reader.tensor(name)
-            for name, saved in self._reader.manifest.tensors.items()
-            if saved.section == section
+            saved.key: self._reader.tensor(saved.name)
+            for saved in self._reader.manifest.of_section(section)
         }
 
     # --- changing ---------------------------------------------------------------------------------
@@ -220,71 +219,46 @@ def load(
         found = find_newest(path, passed)
         return str(found if rank_group.count == 1 else Path.cwd() / found)
 
-    def load_one(found: Path) -> Any:
-        with _whole_or_not():
-            reader = _open(found, rank_group)
-        with reader:
-            task = rank_group.own_by_consensus(
-                "a look at everything",
-                lambda: Load(reader, model, optimizer, keeper, stateful, rank_group),
-            )
-            with task.turn():
-                with _whole_or_not():
-                    rank_group.by_consensus("every byte", task.check)
-                return task.read_together()
+    def check_one(found: Path, opened: ExitStack) -> Load:
+        """Open and check the checkpoint; it stays open, and steps are kept out, with `opened`."""
+        reader = _open(found, rank_group, opened)
+        task = rank_group.own_by_consensus(
+            "a look at everything",
+            lambda: Load(reader, model, optimizer, keeper, stateful, rank_group),
+        )
+        opened.enter_context(task.turn())
+        rank_group.by_consensus("every byte", task.check)
+        return task
 
     try:
         while True:
             found = Path(rank_group.by_consensus("arguments", find)[0])
-            try:
-                return load_one(found)
-            except _NotWhole as error:
-                assert error.__cause__ is not None
-                if found in (Path(path), Path.cwd() / path):
-                    raise error.__cause__ from None
-                pass_over(found.name, error.__cause__, passed)
+            with ExitStack() as opened:
+                try:
+                    task = check_one(found, opened)
+                except (FormatError, CorruptionError) as error:
+                    if found in (Path(path), Path.cwd() / path):
+                        raise
+                    pass_over(found.name, error, passed)
+                else:
+                    return task.read_together()
     finally:
         rank_group.leave()
 
 
-class _NotWhole(Exception):
-    """An error of the checkpoint that was found before anything was changed."""
-
-
-@contextmanager
-def _whole_or_not() -> Iterator[None]:
-    try:
-        yield
-    except (FormatError, CorruptionError) as error:
-        raise _NotWhole from error
-
-
-def _open(path: Path, rank_group: RankGroup) -> CheckpointReader:
+def _open(path: Path, rank_group: RankGroup, opened: ExitStack) -> CheckpointReader:
     """Open the checkpoint, and make sure that all ranks see the same one."""
     readers: list[CheckpointReader] = []
 
     def open_one() -> str:
-        readers.append(CheckpointReader(path))
-        return _digest(readers[0].manifest) if rank_group.count > 1 else ""
+        readers.append(opened.enter_context(CheckpointReader(path)))
+        if rank_group.count == 1:
+            return ""
+        return hashlib.sha256(readers[0].manifest.to_bytes()).hexdigest()
 
-    try:
-        digests = rank_group.by_consensus("the manifest", open_one)
-        if len(set(digests)) > 1:
-            raise StateError(
-                f"{path}: is not the same one on all ranks; all must be on one node, or see one "
-                "file system"
-            )
-    except BaseException:
-        for reader in readers:
-            reader.close()
-        raise
+    if len(set(rank_group.by_consensus("the manifest", open_one))) > 1:
+        raise StateError(
+            f"{path}: is not the same one on all ranks; all must be on one node, or see one file "
+            "system"
+        )
     return readers[0]
-
-
-def _digest(manifest: Manifest) -> str:
-    """Return a digest of what tells one checkpoint from another, and of all checksums in it."""
-    head = [manifest.number, manifest.created_s, manifest.fingerprint, *manifest.files.items()]
-    found = hashlib.sha256(repr(head).encode())
-    for tensor in manifest.tensors.values():
-        found.update(repr([tensor.name, *((p.nbytes, p.crc32) for p in tensor.parts)]).encode())
-    return found.hexdigest()

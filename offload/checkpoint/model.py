@@ -29,7 +29,6 @@ from offload.distributed import is_sharded
 from offload.optim.source import FieldSource
 from offload.params.prepared import Prepared
 from offload.planning.unit import Unit
-from offload.storage.safetensors_header import TensorSpec
 
 _EXTRA = "_extra_state"  # torch's name for the state that a module adds by itself
 _SHOWN = 20  # differences of one kind
@@ -69,10 +68,12 @@ class ModelContents:
             param: name for name, param in model.named_parameters() if id(param) in first
         }
 
-    # --- saving -----------------------------------------------------------------------------------
+    def _refuse_unfillable(self) -> None:
+        """Refuse tensors that a load could not fill."""
+        for name, tensor in self.tensors.items():
+            spec_of(name, tensor, to_fill=True)
 
-    def specs(self) -> list[TensorSpec]:
-        return [spec_of(name, tensor, to_fill=True) for name, tensor in self.tensors.items()]
+    # --- saving -----------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
         return {"aliases": dict(self.aliases), "additions": self.additions}
@@ -91,22 +92,16 @@ class ModelContents:
         or each has its part of them. Buffers may differ (running means of what each rank has seen):
         those of the first rank are saved.
         """
-        self.specs()  # refuses what could not be loaded again
+        self._refuse_unfillable()
         return [
-            self._kept(name, tensor)
-            or holding_of(name, tensor, None if isinstance(tensor, nn.Parameter) else is_first)
+            holding_of(name, tensor, self._own(tensor, is_first))
             for name, tensor in self.tensors.items()
         ]
 
-    def _kept(self, name: str, tensor: Tensor) -> TensorToSave | None:
-        """Return this rank's elements of a parameter that ranks of a prepared model share; None for
-        any other tensor.
-        """
-        own = self._keeper.prepare_plan.own_of(tensor) if self._keeper is not None else None
-        if own is None:
-            return None
-        spec, size = spec_of(name, tensor), tensor.element_size()
-        return TensorToSave(spec, ((own[0] * size, own[1] * size),))
+    def _own(self, tensor: Tensor, is_first: bool) -> tuple[int, int] | None:
+        if not isinstance(tensor, nn.Parameter):
+            return (0, tensor.numel()) if is_first else (0, 0)
+        return self._keeper.prepare_plan.own_of(tensor) if self._keeper is not None else None
 
     def samples(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return sample checksums: of parameters that should be the same on all ranks, and of
@@ -183,7 +178,7 @@ class ModelContents:
     ) -> dict[str, FieldSource]:
         """Return the source of each tensor. Notes in `differences` what does not fit."""
         aliases, additions = _parse(values)
-        self.specs()  # refuses what cannot be filled
+        self._refuse_unfillable()
         names = dict.fromkeys((*self.tensors, *self.aliases))
         differences.extra += [name for name in (*saved, *aliases) if name not in names]
         found: dict[str, FieldSource] = {}

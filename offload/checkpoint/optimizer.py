@@ -25,13 +25,14 @@ from offload.checkpoint.tensors import (
     holding_of,
     local_part,
     order_of,
+    own_bytes,
     sample,
     whole,
     write,
 )
 from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
-from offload.distributed import is_sharded, like, rows_of
+from offload.distributed import is_sharded, like
 from offload.optim import Session, is_wrapped
 from offload.optim.export import ParamOptimizerState
 from offload.optim.flat import is_row_major
@@ -94,9 +95,10 @@ class OptimizerContents:
             for held in self.held:
                 name = self.names[held.record.number]
                 shape = tuple(held.record.param.shape)  # the whole shape, where ranks share it
-                specs = [TensorSpec(f"{name}/{field}", "F32", shape) for field in held.fields]
+                own = _own_bytes(held.record, rank_group)
                 found += [
-                    TensorToSave(spec, own_bytes(held.record, spec, rank_group)) for spec in specs
+                    TensorToSave(TensorSpec(f"{name}/{field}", "F32", shape), own)
+                    for field in held.fields
                 ]
                 states[name] = {key: packed(value) for key, value in held.scalars.items()}
         else:
@@ -176,13 +178,10 @@ class OptimizerContents:
         """Return a `state_dict` with sources in the place of fields. Notes in `differences` what
         does not fit.
         """
-        parsed = SavedOptimizer.of(values)
+        parsed = SavedOptimizer.of(values, saved)
         if parsed.kind != self.kind:
             differences.other("optimizer", f"saved from {parsed.kind}, here it is {self.kind}")
         self._match_groups(parsed.params, differences)
-        for full, source in saved.items():
-            name, _, field = full.rpartition("/")
-            parsed.states.setdefault(name, {})[field] = source
         index = {name: number for number, name in enumerate(self.names)}
         for name, fields in parsed.states.items():
             if name not in index:
@@ -267,8 +266,8 @@ class OptimizerContents:
 
 
 class SavedOptimizer(NamedTuple):
-    """The values of an optimizer in a checkpoint: settings and names of parameters by group, and
-    the part of each parameter's state that is not elementwise.
+    """An optimizer in a checkpoint: settings and names of parameters by group, and the state of
+    each parameter.
     """
 
     kind: str
@@ -277,17 +276,22 @@ class SavedOptimizer(NamedTuple):
     states: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> SavedOptimizer:
+    def of(cls, values: Mapping[str, Any], fields: Mapping[str, Any]) -> SavedOptimizer:
+        """Parse the values of an optimizer. fields: what its states have as fields, by name."""
         try:
-            groups, states = values["groups"], values["states"]
+            groups = values["groups"]
+            states = {
+                str(name): {str(k): unpacked(v, DTYPES) for k, v in state.items()}
+                for name, state in values["states"].items()
+            }
+            for full, field in fields.items():
+                name, _, key = full.rpartition("/")
+                states.setdefault(name, {})[key] = field
             return cls(
                 str(values["class"]),
                 [dict(group["settings"]) for group in groups],
                 [[str(name) for name in group["params"]] for group in groups],
-                {
-                    str(name): {str(k): unpacked(v, DTYPES) for k, v in state.items()}
-                    for name, state in states.items()
-                },
+                states,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
@@ -370,19 +374,15 @@ def _names(
     return found
 
 
-def own_bytes(record: Record, spec: TensorSpec, rank_group: RankGroup) -> tuple[Range, ...] | None:
+def _own_bytes(record: Record, rank_group: RankGroup) -> tuple[Range, ...] | None:
     """Return the bytes of each field of a parameter's state that this rank writes. None: all ranks
     have all of them. Elements of a field have 4 bytes, for any type of parameter.
     """
-    if is_sharded(record.param):
-        is_ours = rows_of(record.name, record.param).is_first_holder
-        return (bytes_here(record.name, record.param, ELEMENT_BYTES),) if is_ours else ()
     own = record.own
-    if own is None:
-        return None
-    if not is_row_major(record.shape, record.stride):
-        return ((0, spec.nbytes),) if record.number % rank_group.count == rank_group.rank else ()
-    return ((own[0] * ELEMENT_BYTES, own[1] * ELEMENT_BYTES),)
+    if own is not None and not is_row_major(record.shape, record.stride):
+        is_ours = record.number % rank_group.count == rank_group.rank
+        own = (0, record.shape.numel() if is_ours else 0)
+    return own_bytes(record.name, record.param, own, ELEMENT_BYTES)
 
 
 def _stranger(group: Mapping[str, Any], number: int, index: int) -> ConfigError:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from offload.checkpoint.disk import BLOCK_BYTES, CheckpointDisk, told, write_whole
 from offload.core.errors import ConfigError, OffloadError, StateError, StoreTimeout
@@ -23,6 +22,7 @@ from offload.core.locks import Gate
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.storage.buffers import Buffer
+from offload.storage.direct_file import OpenedFile
 from offload.storage.engine import Group, Priority, Transfer, make_sums
 
 BUFFER_BYTES = 64 << 20
@@ -31,32 +31,16 @@ _BUFFERS = 16  # equal parts of the memory; one of them is for partial blocks, w
 
 
 @dataclass(frozen=True)
-class OutputFile:
-    """An open file to be written.
-
-    align: of addresses, offsets and lengths; 1: the file goes through the page cache. block_bytes:
-    the least that is written at once. cached_fd: the same file through the page cache, where
-    several ranks write it.
+class OutputFile(OpenedFile):
+    """An open file to be written. block_bytes: the least that is written at once. cached_fd: the
+    same file through the page cache, where several ranks write it.
     """
 
-    fd: int
-    align: int
-    label: str
     cached_fd: int = -1
 
     @property
     def block_bytes(self) -> int:
         return max(BLOCK_BYTES, self.align)
-
-
-class IoBuffer(NamedTuple):
-    """A buffer of the pool. `view` shows its bytes and keeps their memory alive."""
-
-    address: int
-    view: memoryview
-
-    def buffer(self, nbytes: int) -> Buffer:
-        return Buffer(self.address, nbytes, self.view)
 
 
 class IoBuffers:
@@ -73,9 +57,8 @@ class IoBuffers:
         with contextlib.suppress(OSError, AttributeError):  # fewer segments for the drive
             area.madvise(mmap.MADV_HUGEPAGE)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        view = memoryview(area)
         self._free = [
-            IoBuffer(begin + at, view[at : at + each_bytes])
+            Buffer(begin + at, each_bytes, area)
             for at in reversed(range(0, self.nbytes, each_bytes))
         ]
 
@@ -83,17 +66,17 @@ class IoBuffers:
     def has_one(self) -> bool:
         return bool(self._free)
 
-    def take(self) -> IoBuffer | None:
+    def take(self) -> Buffer | None:
         return self._free.pop() if self._free else None
 
-    def give_back(self, buffer: IoBuffer) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         self._free.append(buffer)
 
 
 class _Write(Group):
     __slots__ = ("buffer", "nbytes", "output")
 
-    def __init__(self, output: Output, what: str, buffer: IoBuffer, nbytes: int) -> None:
+    def __init__(self, output: Output, what: str, buffer: Buffer, nbytes: int) -> None:
         super().__init__(Ticket(what, output.engine.describe), Priority.WRITE_BACK)
         self.output, self.buffer, self.nbytes = output, buffer, nbytes
 
@@ -126,7 +109,7 @@ class Output:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def take_buffer(self) -> IoBuffer:
+    def take_buffer(self) -> Buffer:
         """Take a buffer of `each_bytes`; block until one is free. Raises the first error."""
         with self._lock:
             self._wait_while(lambda: not self.buffers.has_one)
@@ -135,7 +118,7 @@ class Output:
         assert buffer is not None
         return buffer
 
-    def give_back(self, buffer: IoBuffer) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         """Return a buffer to the pool that was taken and not written."""
         with self._lock:
             self.buffers.give_back(buffer)
@@ -144,17 +127,15 @@ class Output:
 
     # --- writes -----------------------------------------------------------------------------------
 
-    def start(
-        self, name: str, file: OutputFile, offset: int, buffer: IoBuffer, nbytes: int
-    ) -> None:
+    def start(self, name: str, file: OutputFile, offset: int, buffer: Buffer, nbytes: int) -> None:
         """Start to write from a buffer, which returns to the pool at the end. name: for errors."""
         group = _Write(self, f"write of {name}", buffer, nbytes)
-        memory = buffer.buffer(nbytes)
         sums = make_sums(nbytes, self.engine.sum_bytes)
+        transfer = Transfer(name, True, file, offset, buffer.part(0, nbytes), sums)
         with self._lock:
             self._under_way += 1
         try:
-            self.engine.submit(group, [Transfer(name, True, file, offset, memory, sums)])
+            self.engine.submit(group, [transfer])
         except BaseException as error:
             if not group.begun:
                 self._ended(group, StateError(f"{name}: its write could not be started"))

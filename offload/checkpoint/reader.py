@@ -20,7 +20,7 @@ from typing import Any
 
 from offload.checkpoint.format.directory import CheckpointDirectory, read_into
 from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor, crc32
-from offload.checkpoint.output import IoBuffer, IoBuffers
+from offload.checkpoint.output import IoBuffers
 from offload.checkpoint.rank_group import share_of
 from offload.core.errors import (
     ConfigError,
@@ -166,20 +166,20 @@ class CheckpointReader:
         """Yield the bytes of a file from `at` to `end`, some reads ahead. Each piece is valid until
         the next one is requested.
         """
-        ahead: deque[tuple[Ticket[None], IoBuffer, int]] = deque()
+        ahead: deque[tuple[Ticket[None], Buffer, int]] = deque()
         size = buffers.each_bytes
         try:
             while ahead or at < end:
                 while at < end and (buffer := buffers.take()) is not None:
                     nbytes = min(size - at % size, end - at)  # so that later ones begin at blocks
-                    group = self._group(f"read of {file.path}", Priority.PREFETCH)
-                    self._start(group, file.path.name, file, at, buffer.buffer(nbytes))
-                    ahead.append((group.ticket, buffer, nbytes))
+                    memory, name = buffer.part(0, nbytes), file.path.name
+                    ticket = self._start(Priority.PREFETCH, name, file, at, memory)
+                    ahead.append((ticket, buffer, nbytes))
                     at += nbytes
                 ticket, buffer, nbytes = ahead.popleft()
                 ticket.wait()
                 try:
-                    yield buffer.view[:nbytes]
+                    yield buffer.part(0, nbytes).view()
                 finally:
                     buffers.give_back(buffer)
         finally:  # whether or not they succeed
@@ -191,44 +191,17 @@ class CheckpointReader:
                         continue
                 buffers.give_back(buffer)
 
-    def _group(self, what: str, priority: Priority) -> Group:
-        return Group(Ticket(what, self._engine.describe), priority)
-
     def _start(
-        self, group: Group, name: str, file: DirectFile, offset: int, memory: Buffer
-    ) -> None:
+        self, priority: Priority, name: str, file: DirectFile, offset: int, memory: Buffer
+    ) -> Ticket[None]:
         """Start to fill `memory` with the bytes of the file from `offset` on. name: for errors."""
         transfers = [
             Transfer(name, False, way, at, memory.part(at - offset, nbytes), make_sums(0, 1))
             for way, at, nbytes in file.cut(offset, memory.nbytes)
         ]
-        self._engine.submit(group, transfers)
-
-    # --- parts ------------------------------------------------------------------------------------
-
-    def _read(self, tensor: SavedTensor, begin: int, target: Buffer) -> None:
-        if not target.nbytes:
-            return
-        first = tensor.parts[0]
-        file = self._files[first.file]
-        file.check_unchanged(tensor.name)
-        offset = first.offset + begin
-        group = self._group(f"read of {tensor.name}", Priority.WAITED_FOR)
-        self._start(group, tensor.name, file, offset, target)
-        group.ticket.wait()
-        file.check_unchanged(tensor.name)
-        self._compare(file, tensor, offset, target)
-        self._metrics.count("checkpoint_read_bytes", target.nbytes)
-
-    def _compare(self, file: DirectFile, tensor: SavedTensor, offset: int, target: Buffer) -> None:
-        """Compare every part that was read whole with its checksum."""
-        view = target.view()
-        for part in tensor.parts:
-            begin = part.offset - offset
-            if begin >= 0 and begin + part.nbytes <= target.nbytes:
-                crc = crc32(view[begin : begin + part.nbytes])
-                if crc != part.crc32:
-                    raise _mismatch(file, tensor, part, crc)
+        ticket: Ticket[None] = Ticket(f"read of {name}", self._engine.describe)
+        self._engine.submit(Group(ticket, priority), transfers)
+        return ticket
 
     def close(self) -> None:
         """Close the files. Idempotent. A read that another thread has begun raises `StateError`."""
@@ -261,7 +234,21 @@ class SavedTensorSource:
                 f"{self.name}: expected bytes within its {self.nbytes}, got {buffer.nbytes} from "
                 f"{begin_bytes!r} on"
             )
-        self._reader._read(self._saved, begin_bytes, buffer)
+        if not buffer.nbytes:
+            return
+        reader, first = self._reader, self.parts[0]
+        file, offset = reader._files[first.file], first.offset + begin_bytes
+        file.check_unchanged(self.name)
+        reader._start(Priority.WAITED_FOR, self.name, file, offset, buffer).wait()
+        file.check_unchanged(self.name)
+        view = buffer.view()
+        for part in self.parts:
+            begin = part.offset - offset
+            if begin >= 0 and begin + part.nbytes <= buffer.nbytes:  # it was read whole
+                crc = crc32(view[begin : begin + part.nbytes])
+                if crc != part.crc32:
+                    raise _mismatch(file, self._saved, part, crc)
+        reader._metrics.count("checkpoint_read_bytes", buffer.nbytes)
 
 
 def _mismatch(

@@ -37,13 +37,13 @@ PART_BYTES = 16 << 20
 
 @dataclass
 class _TensorRange:
-    """A range [begin, end) of a tensor's bytes that has a writer. crc32: None until they are
+    """A range [begin, end) of a tensor's bytes that has a writer. crc32: negative until they are
     copied.
     """
 
     begin: int
     end: int
-    crc32: int | None = None
+    crc32: int = -1
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Shard:
         buffer = self._output.take_buffer()
         try:
             ctypes.memmove(buffer.address, source.address, source.nbytes)
-            crc = crc32(buffer.view[: source.nbytes], crc)
+            crc = crc32(buffer.part(0, source.nbytes).view(), crc)
         except BaseException:
             self._output.give_back(buffer)
             raise
@@ -188,17 +188,23 @@ class Shard:
         """Return begin, end and CRC-32 of each piece that was written here, by tensor. Raises
         `StateError` while some of this rank's bytes are missing.
         """
-        found: dict[str, list[list[int]]] = {}
         with self._lock:
-            for name, pieces in self._pieces.items():
-                found[name] = [[p.begin, p.end, p.crc32] for p in pieces if p.crc32 is not None]
-                wanted = merged_ranges(self.own[name])
-                if merged_ranges((begin, end) for begin, end, _ in found[name]) != wanted:
-                    raise StateError(
-                        f"{self.section}/{name}: expected the bytes {wanted} from this rank, "
-                        f"{sum(end - begin for begin, end, _ in found[name])} have been written"
-                    )
-        return {name: pieces for name, pieces in found.items() if pieces}
+            for name, own in self.own.items():
+                pieces = self._pieces[name]
+                copied = merged_ranges((p.begin, p.end) for p in pieces if p.crc32 >= 0)
+                for begin, end in own:
+                    here = within(copied, begin, end)
+                    if here != [(begin, end)]:
+                        byte = here[0][1] if here and here[0][0] == begin else begin
+                        raise StateError(
+                            f"{self.section}/{name}: byte {byte} of {self._places[name].nbytes} "
+                            "was never written; write all of it before commit"
+                        )
+            return {
+                name: [[p.begin, p.end, p.crc32] for p in pieces]
+                for name, pieces in self._pieces.items()
+                if pieces
+            }
 
     def take_in(self, pieces: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Add the pieces that another rank has written. Raises `StateError` if a byte was written
@@ -209,26 +215,16 @@ class Shard:
                 self._claim(name, [_TensorRange(begin, end, crc)])
 
     def saved(self) -> list[SavedTensor]:
-        """Return the tensors for the manifest. Raises `StateError` while bytes are missing."""
-        with self._lock:
-            return [self._saved(name, place) for name, place in self._places.items()]
-
-    def _saved(self, name: str, place: TensorPlace) -> SavedTensor:
-        parts, end = [], 0
-        for piece in self._pieces[name]:
-            if piece.begin != end or piece.crc32 is None:
-                break
-            nbytes = piece.end - piece.begin
-            parts.append(CheckedPart(self.name, place.offset + piece.begin, nbytes, piece.crc32))
-            end = piece.end
-        if end != place.nbytes:
-            raise StateError(
-                f"{self.section}/{name}: byte {end} of {place.nbytes} was never written; write "
-                "all of it before commit"
-            )
-        if not parts:
-            parts = [CheckedPart(self.name, place.offset, 0, 0)]
-        return SavedTensor(f"{self.section}/{name}", place.dtype, tuple(place.shape), tuple(parts))
+        """Return the tensors for the manifest, once all pieces are there."""
+        found = []
+        for name, place in self._places.items():
+            parts = [
+                CheckedPart(self.name, place.offset + p.begin, p.end - p.begin, p.crc32)
+                for p in self._pieces[name]
+            ] or [CheckedPart(self.name, place.offset, 0, 0)]
+            full = f"{self.section}/{name}"
+            found.append(SavedTensor(full, place.dtype, tuple(place.shape), tuple(parts)))
+        return found
 
 
 class Shards:

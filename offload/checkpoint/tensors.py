@@ -92,19 +92,23 @@ def write(name: str, tensor: Tensor, sink: Shards) -> None:
             sink.write(name, first + begin, piece)
 
 
-def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> TensorToSave:
-    """Return which bytes of a tensor this rank writes: a share of one that is the same on all
-    ranks; of a sharded tensor, the rows that it is the first to hold; of one that may differ, all
-    of it on the first rank, and nothing elsewhere. is_first: for a tensor that may differ, whether
-    this is the first rank; None for any other.
+def holding_of(name: str, tensor: Tensor, own: Range | None = None) -> TensorToSave:
+    """Return which bytes of a tensor this rank writes; own: as in `own_bytes`."""
+    return TensorToSave(spec_of(name, tensor), own_bytes(name, tensor, own))
+
+
+def own_bytes(
+    name: str, tensor: Tensor, own: Range | None, each_bytes: int = 0
+) -> tuple[Range, ...] | None:
+    """Return which bytes of a tensor this rank writes, as `TensorToSave` has them: of a sharded
+    tensor, the rows that this rank is the first to hold; of any other `own`, in elements, or None
+    if each rank writes a share. each_bytes: as in `bytes_here`.
     """
-    spec = spec_of(name, tensor)
     if is_sharded(tensor):
         is_ours = rows_of(name, tensor).is_first_holder
-        return TensorToSave(spec, (bytes_here(name, tensor),) if is_ours else ())
-    if is_first is None:
-        return TensorToSave(spec)
-    return TensorToSave(spec, ((0, spec.nbytes),) if is_first else ())
+        return (bytes_here(name, tensor, each_bytes),) if is_ours else ()
+    each_bytes = each_bytes or tensor.element_size()
+    return None if own is None else ((own[0] * each_bytes, own[1] * each_bytes),)
 
 
 def bytes_here(name: str, tensor: Tensor, each_bytes: int = 0) -> Range:

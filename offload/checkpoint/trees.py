@@ -10,14 +10,13 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.checkpoint.format.values import decode, encode
+from offload.checkpoint.format.values import encode
 from offload.checkpoint.rank_group import TensorToSave
 from offload.checkpoint.shard import Shards
 from offload.checkpoint.tensors import NAMES, each_piece, spec_of, write
@@ -72,13 +71,6 @@ class SavedTreeTensors:
     def write(self, sink: Shards) -> None:
         for name, tensor in self.tensors.items():
             write(name, tensor, sink)
-
-
-def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
-    """Decode a tree that `SavedTreeTensors.encode` returned. get: reads a tensor by its full name;
-    called once for each name, so that what was one object is one again.
-    """
-    return decode(tree, cache(get))
 
 
 def _without_numpy(value: Any) -> Any:

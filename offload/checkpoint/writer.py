@@ -221,16 +221,13 @@ class CheckpointWriter:
         """Wait until all writes of this rank have ended. On every rank but the first, make their
         bytes durable, and return the pieces that they consist of.
         """
-        rank_group, pieces = self._rank_group, {}
-        if rank_group.count == 1:
-            for shard in self._shards:
-                shard.saved()  # raises if bytes are missing, before we wait for anything
-        if not rank_group.is_first:
-            pieces = {shard.name: shard.pieces() for shard in self._shards}
+        # Raises if bytes are missing, before we wait for anything.
+        pieces = {shard.name: shard.pieces() for shard in self._shards}
         self._output.flush()
         self._disk.hook("data written")
-        if not rank_group.is_first:
-            self._sync_files()
+        if self._rank_group.is_first:
+            return {}
+        self._sync_files()
         return pieces
 
     def _sync_files(self) -> None:

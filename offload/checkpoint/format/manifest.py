@@ -116,6 +116,9 @@ class Manifest:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Any]
 
+    def of_section(self, section: str) -> list[SavedTensor]:
+        return [tensor for tensor in self.tensors.values() if tensor.section == section]
+
     def by_file(self) -> dict[str, list[SavedTensor]]:
         """Return the tensors of each file, in the order of their bytes."""
         found: dict[str, list[SavedTensor]] = {name: [] for name in self.files}

@@ -20,6 +20,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final, NoReturn
 
 from offload.core.errors import ConfigError, FormatError
@@ -44,8 +45,8 @@ def encode(tree: Any, put: Put, convert: Callable[[Any], Any] = lambda value: va
 
 
 def decode(tree: Any, get: Get) -> Any:
-    """Decode a tree that `encode` returned. get: returns the tensor of a name. Raises
-    `FormatError`.
+    """Decode a tree that `encode` returned. get: returns the tensor of a name; called once for
+    each, so that what was one object is one again. Raises `FormatError`.
     """
     return _Decoder(get).decode(tree, MOST_TREE_DEPTH)
 
@@ -130,7 +131,7 @@ _KIND_OF: Final[dict[type, str]] = {OrderedDict: "ordered", Counter: "counter"}
 
 class _Decoder:
     def __init__(self, get: Get) -> None:
-        self._get = get
+        self._get = cache(get)
         self._left = MOST_TREE_NODES
         self._kinds: dict[str, Callable[[Any, int], Any]] = {
             "tuple": lambda held, depth: tuple(self._items(held, depth)),
