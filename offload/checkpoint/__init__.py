@@ -2,6 +2,6 @@
 
 `CheckpointWriter` writes a directory in the format that `format` describes, and `CheckpointReader`
 reads one. Read in this order: `disk`, `output`, `shard`, `draft`, `writer`, `retention`, `reader`.
-The contents of a checkpoint are defined by `tensors`, `trees`, `model` and `optimizer`; `saving`,
-`saves` and `loading` put everything together.
+The contents of a checkpoint are defined by `tensors`, `trees`, `model` and `optimizer`; `saves`
+and `loading` put everything together.
 """

@@ -325,41 +325,24 @@ class SharedDraft:
         return fd
 
     def discard(self) -> None:
-        """Close the directory; remove it if the first rank is lost."""
-        try:
-            with CheckpointDirectory(self.path.parent) as parent:
-                self._remove_if_left_alone(parent)
-        except OSError as error:
-            LOG.warning("checkpoint %s could not be removed: %s", self.folder, error)
-        finally:
-            self.release()
-
-    def _remove_if_left_alone(self, parent: CheckpointDirectory) -> None:
-        """Remove the directory if the first rank is lost. While the first rank lives it holds the
-        lock, and removes everything itself. Waits up to `_GONE_S` for the lock.
+        """Close the directory; remove it if the first rank is lost. While that lives it holds the
+        lock, and removes everything itself.
         """
-        name, until_s = self.folder.name, time.monotonic() + _GONE_S
-        while self.directory.is_at(parent, name):
-            if self.directory.try_lock():
-                with suppress(FileNotFoundError):  # another rank was faster
-                    remove(self._disk, parent, name, self.directory)
-                return
-            if time.monotonic() > until_s:
-                return
-            nap(_GONE_STEP_S)
+        self.release()
+        sweep(self.path, self._disk)
 
     def release(self) -> None:
         """Close the directory. Idempotent."""
         self.directory.close()
 
 
-def sweep(path: Path) -> None:
-    """Remove what a lost first rank has begun for `path` before it invited any other rank."""
+def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
+    """Remove what a lost first rank has begun for `path`. Waits up to `_GONE_S` for its lock."""
     until_s = time.monotonic() + _GONE_S
     while time.monotonic() < until_s:
         with suppress(OffloadError, OSError), CheckpointDirectory(path.parent) as parent:
             with suppress(ConfigError):  # the first rank lives, and removes it itself
-                remove_leftovers(parent, CheckpointDisk(), path.name)
+                remove_leftovers(parent, disk or CheckpointDisk(), path.name)
             if not any(name_within(name) == path.name for name in parent.names()):
                 return
         nap(_GONE_STEP_S)

@@ -24,7 +24,7 @@ from offload.checkpoint.format.values import decode
 from offload.checkpoint.optimizer import SavedOptimizer
 from offload.checkpoint.rank_group import in_files
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.saving import MODEL, OPTIMIZER
+from offload.checkpoint.saves import MODEL, OPTIMIZER
 from offload.checkpoint.tensors import PIECE_BYTES, fill, parse_memory_formats, viewed
 from offload.core.errors import ConfigError, FormatError
 from offload.core.portable import reserve

@@ -23,23 +23,22 @@ from offload.checkpoint.model import Differences, ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.saves import await_saves
-from offload.checkpoint.saving import (
+from offload.checkpoint.saves import (
     MODEL,
     OPTIMIZER,
     OWN,
     RNG,
     RNG_RANKS,
+    await_saves,
     check_arguments,
     process_group_of,
 )
-from offload.checkpoint.tensors import whole
 from offload.checkpoint.trees import check_random_states, set_random_states
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.core.locks import uninterrupted
 from offload.core.log import LOG
 from offload.optim.consistency import CHECKPOINT
-from offload.optim.source import FieldSource
+from offload.optim.source import FieldSource, whole
 from offload.params.prepared import Prepared
 
 
@@ -73,14 +72,14 @@ class Load:
 
     def check(self) -> None:
         """Refuse what does not fit, and what is damaged. Changes nothing."""
-        self._check_sections()
+        differences = Differences(f"{self._reader.path} and what it is loaded into")
+        self._check_sections(differences)
         self._reader.check(share=(self._rank_group.rank, self._rank_group.count))
         values = self._reader.manifest.values
         self._trees = {
             name: decode(tree, lambda each: whole(self._reader.tensor(each)))
             for name, tree in values.items()
         }
-        differences = Differences(f"{self._reader.path} and what it is loaded into")
         self._sources = self._model.match(self._under(MODEL), self._trees[MODEL], differences)
         if self._optimizer is not None:
             self._state_dict = self._optimizer.match(
@@ -92,10 +91,9 @@ class Load:
         for states in (self._trees[RNG], *self._trees.get(RNG_RANKS, ())):
             check_random_states(states)
 
-    def _check_sections(self) -> None:
+    def _check_sections(self, differences: Differences) -> None:
         """Check that the caller asks for what was saved, and for nothing else."""
         saved = dict(self._reader.manifest.values)
-        differences = Differences(f"{self._reader.path} and what it is loaded into")
         for name in OWN:
             if name not in saved and name not in (OPTIMIZER, RNG_RANKS):
                 raise FormatError(f"{self._reader.path}: expected {name} in it")
@@ -121,23 +119,19 @@ class Load:
         middle, the other ranks have values from which training cannot go on.
         """
         before: dict[str, Any] = {}  # to be put back, also where another rank has failed
+        is_named = False
         try:
-            self._rank_group.by_consensus("named", lambda: before.update(self._load_stateful()))
-            extra = self._read_all()
-        except BaseException:
+            self._rank_group.by_consensus("named", lambda: self._load_stateful(before))
+            is_named = True
+            extra = self._rank_group.own_by_consensus("reading", self._read)
+        except BaseException as error:
+            if is_named and self._session is not None:
+                self._session.consistency.lose(CHECKPOINT, error)
             self._put_back(before)
             raise
         if self._session is not None:
             self._session.consistency.last_checkpoint = str(self._reader.path)
         return extra
-
-    def _read_all(self) -> Any:
-        try:
-            return self._rank_group.own_by_consensus("reading", self._read)
-        except BaseException as error:
-            if self._session is not None:
-                self._session.consistency.lose(CHECKPOINT, error)
-            raise
 
     def _read(self) -> Any:
         self._model.read(self._sources, self._trees[MODEL]["additions"])
@@ -163,25 +157,26 @@ class Load:
                 count,
             )
 
-    def _load_stateful(self) -> dict[str, Any]:
+    def _load_stateful(self, before: dict[str, Any]) -> None:
         """Load the user's stateful objects. They come first, because they alone may refuse for
-        reasons of their own: nothing else has changed then. Returns their states from before.
+        reasons of their own: nothing else has changed then. before: gets their states until now.
         """
-        before: dict[str, Any] = {}
         for name, each in self._stateful.items():
             with suppress(Exception):  # without its state, it cannot be restored
-                before[name] = _state_of(each)
+                state = each.state_dict()
+                # An optimizer takes other tensors in a load and leaves these; copies may be larger
+                # than memory.
+                is_left = isinstance(each, torch.optim.Optimizer)
+                before[name] = state if is_left else copy.deepcopy(state)
             try:
                 each.load_state_dict(self._trees[name])
-            except BaseException as error:
-                self._put_back(before)
-                if isinstance(error, OffloadError) or not isinstance(error, Exception):
-                    raise
+            except OffloadError:
+                raise
+            except Exception as error:
                 raise ConfigError(
                     f"{name}: its load_state_dict does not take what was saved: "
                     f"{type(error).__name__}: {error}; model and optimizer are as they were"
                 ) from error
-        return before
 
     def _put_back(self, before: Mapping[str, Any]) -> None:
         for name, state in before.items():
@@ -189,13 +184,6 @@ class Load:
                 self._stateful[name].load_state_dict(state)
             except Exception as error:
                 LOG.error("load: %s could not be put back as it was: %s", name, error)
-
-
-def _state_of(each: Any) -> Any:
-    """Return a copy of its state that a later `load_state_dict` does not change."""
-    state = each.state_dict()
-    # An optimizer takes other tensors in a load and leaves these; copies may be larger than memory.
-    return state if isinstance(each, torch.optim.Optimizer) else copy.deepcopy(state)
 
 
 @uninterrupted

@@ -62,16 +62,12 @@ class ModelContents:
             elif id(value) in first:
                 self.aliases[name] = first[id(value)]
             else:
+                spec_of(name, value, to_fill=True)  # refuses what could not be loaded
                 first[id(value)] = name
                 self.tensors[name] = value
         self.names: dict[Tensor, str] = {
             param: name for name, param in model.named_parameters() if id(param) in first
         }
-
-    def _refuse_unfillable(self) -> None:
-        """Refuse tensors that a load could not fill."""
-        for name, tensor in self.tensors.items():
-            spec_of(name, tensor, to_fill=True)
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -92,7 +88,6 @@ class ModelContents:
         or each has its part of them. Buffers may differ (running means of what each rank has seen):
         those of the first rank are saved.
         """
-        self._refuse_unfillable()
         return [
             holding_of(name, tensor, self._own(tensor, is_first))
             for name, tensor in self.tensors.items()
@@ -178,7 +173,6 @@ class ModelContents:
     ) -> dict[str, FieldSource]:
         """Return the source of each tensor. Notes in `differences` what does not fit."""
         aliases, additions = _parse(values)
-        self._refuse_unfillable()
         names = dict.fromkeys((*self.tensors, *self.aliases))
         differences.extra += [name for name in (*saved, *aliases) if name not in names]
         found: dict[str, FieldSource] = {}
@@ -190,8 +184,13 @@ class ModelContents:
             elif mine in found and found[mine] is not source:
                 differences.other(name, f"a tensor of its own is saved, here it is tied to {mine}")
             else:
-                found[mine] = source
-                _compare(name, self.tensors[mine], source, differences)
+                found[mine], tensor = source, self.tensors[mine]
+                if (tensor.dtype, tuple(tensor.shape)) != (source.dtype, tuple(source.shape)):
+                    differences.other(
+                        name,
+                        f"saved as {source.dtype} {tuple(source.shape)}, here it is {tensor.dtype} "
+                        f"{tuple(tensor.shape)}",
+                    )
         differences.extra += additions.keys() - self.additions.keys()
         differences.missing += self.additions.keys() - additions.keys()
         return found
@@ -227,15 +226,6 @@ def _parse(values: Any) -> tuple[dict[str, str], dict[str, Any]]:
         return aliases, dict(values["additions"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"checkpoint: it holds no valid model: {error}") from error
-
-
-def _compare(name: str, tensor: Tensor, source: FieldSource, differences: Differences) -> None:
-    if tensor.dtype != source.dtype or tuple(tensor.shape) != tuple(source.shape):
-        differences.other(
-            name,
-            f"saved as {source.dtype} {tuple(source.shape)}, here it is {tensor.dtype} "
-            f"{tuple(tensor.shape)}",
-        )
 
 
 class Differences:

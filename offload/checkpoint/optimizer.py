@@ -27,7 +27,6 @@ from offload.checkpoint.tensors import (
     order_of,
     own_bytes,
     sample,
-    whole,
     write,
 )
 from offload.checkpoint.trees import packed, unpacked
@@ -39,7 +38,7 @@ from offload.optim.flat import is_row_major
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
 from offload.optim.saver import Saver
-from offload.optim.source import FieldSource
+from offload.optim.source import FieldSource, whole
 from offload.planning.layout import ELEMENT_BYTES, MASTER
 from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import SIZES, TensorSpec

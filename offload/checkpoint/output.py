@@ -44,33 +44,24 @@ class OutputFile(OpenedFile):
 
 
 class IoBuffers:
-    """A pool of page-aligned buffers of `each_bytes`, for bytes in flight. The one that was given
-    back last is taken first, so a small save touches few of them. Forked children do not inherit
-    the memory: the kernel would copy pages under running writes. Not thread-safe.
+    """A pool of page-aligned buffers of `each_bytes`, for bytes in flight. Forked children do not
+    inherit the memory: the kernel would copy pages under running writes. Not thread-safe.
+
+    free: those that are not in use. They are taken from its end and given back there, so a small
+    save touches few of them.
     """
 
     def __init__(self, each_bytes: int, count: int) -> None:
-        self.each_bytes, self.nbytes = each_bytes, each_bytes * count
-        area = mmap.mmap(-1, self.nbytes)
+        self.each_bytes = each_bytes
+        area = mmap.mmap(-1, each_bytes * count)
         with contextlib.suppress(OSError, AttributeError):
             area.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError, AttributeError):  # fewer segments for the drive
             area.madvise(mmap.MADV_HUGEPAGE)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        self._free = [
-            Buffer(begin + at, each_bytes, area)
-            for at in reversed(range(0, self.nbytes, each_bytes))
+        self.free = [
+            Buffer(begin + at, each_bytes, area) for at in reversed(range(0, len(area), each_bytes))
         ]
-
-    @property
-    def has_one(self) -> bool:
-        return bool(self._free)
-
-    def take(self) -> Buffer | None:
-        return self._free.pop() if self._free else None
-
-    def give_back(self, buffer: Buffer) -> None:
-        self._free.append(buffer)
 
 
 class _Write(Group):
@@ -112,16 +103,14 @@ class Output:
     def take_buffer(self) -> Buffer:
         """Take a buffer of `each_bytes`; block until one is free. Raises the first error."""
         with self._lock:
-            self._wait_while(lambda: not self.buffers.has_one)
+            self._wait_while(lambda: not self.buffers.free)
             self.check()
-            buffer = self.buffers.take()
-        assert buffer is not None
-        return buffer
+            return self.buffers.free.pop()
 
     def give_back(self, buffer: Buffer) -> None:
         """Return a buffer to the pool that was taken and not written."""
         with self._lock:
-            self.buffers.give_back(buffer)
+            self.buffers.free.append(buffer)
             self.progress += 1
             self._changed.notify_all()
 
@@ -172,7 +161,7 @@ class Output:
             elif self._error is None:
                 self._error = error
             if not timed_out:  # else the kernel may still read it
-                self.buffers.give_back(write.buffer)
+                self.buffers.free.append(write.buffer)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:

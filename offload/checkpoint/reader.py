@@ -170,7 +170,8 @@ class CheckpointReader:
         size = buffers.each_bytes
         try:
             while ahead or at < end:
-                while at < end and (buffer := buffers.take()) is not None:
+                while at < end and buffers.free:
+                    buffer = buffers.free.pop()
                     nbytes = min(size - at % size, end - at)  # so that later ones begin at blocks
                     memory, name = buffer.part(0, nbytes), file.path.name
                     ticket = self._start(Priority.PREFETCH, name, file, at, memory)
@@ -181,7 +182,7 @@ class CheckpointReader:
                 try:
                     yield buffer.part(0, nbytes).view()
                 finally:
-                    buffers.give_back(buffer)
+                    buffers.free.append(buffer)
         finally:  # whether or not they succeed
             for ticket, buffer, _ in ahead:
                 try:
@@ -189,7 +190,7 @@ class CheckpointReader:
                 except OffloadError as error:
                     if isinstance(error, StoreTimeout):  # the kernel may still write to it
                         continue
-                buffers.give_back(buffer)
+                buffers.free.append(buffer)
 
     def _start(
         self, priority: Priority, name: str, file: DirectFile, offset: int, memory: Buffer

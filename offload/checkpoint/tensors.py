@@ -168,14 +168,6 @@ def _fill_rows(target: Tensor, source: FieldSource, begin: int) -> None:
         begin += some.nbytes
 
 
-def whole(source: FieldSource) -> Tensor:
-    """Read all of the source into host memory."""
-    with torch.inference_mode(False):  # the caller may change it later
-        found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    source.read_into(0, as_bytes(found))
-    return found
-
-
 class _RowsOfSource:
     """A source of some rows of another source."""
 

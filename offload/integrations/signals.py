@@ -34,8 +34,12 @@ from offload.api import save
 from offload.checkpoint.draft import check_path, free_path
 from offload.checkpoint.optimizer import innermost
 from offload.checkpoint.rank_group import RankGroup
-from offload.checkpoint.saves import await_saves, cancel_all
-from offload.checkpoint.saving import check_arguments, process_group_of
+from offload.checkpoint.saves import (
+    await_saves,
+    cancel_all,
+    check_arguments,
+    process_group_of,
+)
 from offload.checkpoint.trees import SavedTreeTensors
 from offload.core.errors import ConfigError, StateError
 from offload.core.log import LOG

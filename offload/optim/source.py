@@ -98,16 +98,18 @@ class GatheredField:
         if record.number != self._number:
             self._number, self._fields = record.number, {}
         if id(source) not in self._fields:
-            self._fields[id(source)] = in_order_of(_whole(source), record.local)
+            self._fields[id(source)] = in_order_of(whole(source), record.local)
         return self._fields[id(source)]
 
 
-def _whole(source: FieldSource | KeptField) -> Tensor:
+def whole(source: FieldSource | KeptField) -> Tensor:
+    """Read all of the source into host memory."""
     if isinstance(source, KeptField):
         return source.whole()
-    whole = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    source.read_into(0, as_bytes(whole))
-    return whole
+    with torch.inference_mode(False):  # the caller may change it later
+        found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    source.read_into(0, as_bytes(found))
+    return found
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
