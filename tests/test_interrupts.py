@@ -431,7 +431,7 @@ class Copies:
 def device_gradients(copies: Copies, numel: int = 64) -> tuple[nn.Parameter, DeviceGradients]:
     pool, param = Pool(1 << 20), nn.Parameter(torch.zeros(numel))
     places, transfer = gradient_memory({0: param}, pool), cast(DeviceTransfer, copies)
-    made = DeviceGradients({0: param}, places, pool, transfer, Metrics(), lambda _: "w")
+    made = DeviceGradients({0: param}, places, pool, transfer, Metrics(), {param: "w"})
     return param, made
 
 

@@ -102,15 +102,12 @@ class KeptTensor:
     tensor: Tensor
     version: int
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> KeptTensor:
-        return cls(tensor.detach(), tensor._version)
-
-    def checked(self) -> Tensor:
-        if self.tensor._version != self.version:
-            size, now = tuple(self.tensor.shape), self.tensor._version
-            raise _modified(self.tensor.dtype, size, now, self.version)
-        return self.tensor
+    def refusal(self) -> RuntimeError:
+        """Return the error that autograd raises for a tensor that was changed since it was
+        saved.
+        """
+        size, now = tuple(self.tensor.shape), self.tensor._version
+        return _modified(self.tensor.dtype, size, now, self.version)
 
 
 class PackedTensor:

@@ -26,6 +26,8 @@ from offload.distributed.placing import Partition
 from offload.params.placeholder import restore
 from offload.planning.unit import Member, Unit
 
+KEY = "parameters "  # how the names of blocks begin in a store
+
 
 class Presence(Enum):
     """The state of a block's memory, in host memory or on a device."""
@@ -67,12 +69,14 @@ class Block:
     rank: int = 0  # whose shard it is
     number: int = field(init=False)
     name: str = field(init=False)
+    key: str = field(init=False)  # its name in a store
     nbytes: int = field(init=False)  # in host memory and in the store
     whole_bytes: int = field(init=False)  # of the copy to compute with, padding included
     span: tuple[int, int] = field(init=False)  # bytes of the unit that host memory and store have
 
     def __post_init__(self) -> None:
         self.number, self.name = self.unit.number, self.unit.name
+        self.key = f"{KEY}{self.number}: {self.name}"
         self.nbytes = self.whole_bytes = self.unit.nbytes
         self.span = 0, self.unit.nbytes
         if self.partition is not None:
@@ -142,37 +146,21 @@ def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
             pin(blocks, -1)
 
 
-@dataclass(frozen=True)
 class Reference:
     """A reference to a tensor that lies in a block, without its memory: place and layout."""
 
-    block: Block
-    generation: int
-    dtype: torch.dtype
-    begin: int  # its first byte in the block
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    is_conj: bool
-    is_neg: bool
-
-    @classmethod
-    def to(cls, block: Block, tensor: Tensor) -> Reference:
-        return cls(
-            block,
-            block.generation,
-            tensor.dtype,
-            int(tensor.storage_offset()) * tensor.element_size(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+    def __init__(self, block: Block, tensor: Tensor) -> None:
+        self.block, self.generation = block, block.generation
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        # Its first byte in the block.
+        self._begin = int(tensor.storage_offset()) * tensor.element_size()
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
 
     def view(self, memory: Tensor) -> Tensor:
         """Rebuild the tensor from the block's present bytes."""
-        values = memory[self.begin :]
-        values = values[: values.numel() // self.dtype.itemsize * self.dtype.itemsize]
-        found = values.view(self.dtype).as_strided(self.size, self.stride)
-        if self.is_conj:
+        values = memory[self._begin :]
+        values = values[: values.numel() // self._dtype.itemsize * self._dtype.itemsize]
+        found = values.view(self._dtype).as_strided(self._size, self._stride)
+        if self._is_conj:
             found = found.conj()
-        return torch._neg_view(found) if self.is_neg else found
+        return torch._neg_view(found) if self._is_neg else found

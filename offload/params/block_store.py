@@ -13,14 +13,11 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from offload.core.errors import CapacityError
 from offload.core.metrics import Metrics
 from offload.params.block import Block
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
 from offload.storage.weights import WeightBlock
-
-KEY = "parameters "  # how the names of blocks begin in a store
 
 
 class BlockStore:
@@ -40,49 +37,34 @@ class BlockStore:
         """Have a block read from its weight file as long as its values do not change. find: returns
         the block's place in the files, by the key that the block has in a store.
         """
-        self._weight_blocks[block.number] = find(_key(block))
+        self._weight_blocks[block.number] = find(block.key)
         block.is_stored = True
 
     # --- reading ----------------------------------------------------------------------------------
 
     def read(self, block: Block, memory: Tensor, priority: Priority) -> None:
-        """Start to fill `memory` with the block's bytes; `await_read` waits for that."""
+        """Start to fill `memory` with the block's bytes; its `reading` ends with that."""
         if block.number in self._weight_blocks:
             block.reading = self._weight_blocks[block.number].read(memory, priority)
         elif block.nbytes:
             store = self._store_of(block)
             assert store is not None and block.is_stored, f"{block.name}: nowhere"
-            block.reading = store.read(_key(block), memory, priority)
-
-    def await_read(self, block: Block) -> None:
-        """Wait for the block's read. No read is in flight afterwards, also when this raises."""
-        ticket, block.reading = block.reading, None
-        if ticket is not None:
-            with self._metrics.span("parameter read", block.name):
-                ticket.wait()
+            block.reading = store.read(block.key, memory, priority)
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def is_safe(self, block: Block) -> bool:
-        """Return whether the block's bytes are outside of memory, too, or are being written."""
-        return block.is_stored or block.writing is not None or not block.nbytes
-
-    def can_take(self, block: Block) -> bool:
-        """Return whether the block's bytes have a place outside of memory."""
-        return self.is_safe(block) or self._store_of(block) is not None
-
-    def save(self, block: Block) -> None:
-        """Start to write the block's bytes to the store, unless it has them."""
-        if self.is_safe(block):
-            return
+    def save(self, block: Block) -> bool:
+        """Start to write the block's bytes to the store, unless it has them. Return False if they
+        have no place outside of memory.
+        """
+        if block.is_stored or block.writing is not None or not block.nbytes:
+            return True
         store = self._store_of(block)
         if store is None:
-            raise CapacityError(
-                f"{block.name}: does not fit in host memory beside the others; raise host_memory, "
-                "or give nvme=... a directory on a fast drive"
-            )
+            return False
         assert block.memory is not None
-        block.writing = store.write(_key(block), block.memory)
+        block.writing = store.write(block.key, block.memory)
+        return True
 
     def settle(self, block: Block) -> None:
         """Wait until no write reads the block's memory any more and the store has its bytes."""
@@ -119,7 +101,3 @@ class BlockStore:
         if self._spare is None:
             self._spare = self.open_spare()
         return self._spare
-
-
-def _key(block: Block) -> str:
-    return f"{KEY}{block.number}: {block.name}"

@@ -135,7 +135,7 @@ class Copies(ABC, Generic[Memory]):
     def _tier_within(self, budget_bytes: int) -> TierState:
         held = set(self._buffers)
         pinned = {number for number in held if not self._may_go(self._blocks[number])}
-        return TierState(self._sizes, budget_bytes, held, pinned)
+        return TierState(self._sizes, budget_bytes - self.held_bytes, held, pinned)
 
     def _may_go(self, block: Block) -> bool:
         is_busy = block.device_pins or block.number in self._current

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,9 +44,10 @@ from offload.storage.disk import DiskStore
 from offload.storage.handout import Outgoing, in_memory
 
 
+@dataclass(eq=False)
 class _Casts:
-    """The casts of one model's weights by `torch.autocast`, held for one unit at a time. One thread
-    at a time.
+    """The casts of one model's weights by `torch.autocast` in one pass, held for one unit at a
+    time. One thread at a time.
 
     torch keeps the cast of every weight until the outermost autocast ends: at the end of a forward
     pass that is a copy of the whole model, regardless of the budget. If nothing else keeps the
@@ -55,34 +56,28 @@ class _Casts:
     memory.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._last: int | None = None  # unit that began last
-        self._dropped: set[int] = set()  # units of this pass that are in the graph with their casts
-
-    def restart(self) -> None:
-        """Begin a run of the model: forget the units of the last one."""
-        self._last = None
-        self._dropped = set()
+    metrics: Metrics
+    last: int | None = None  # unit that began last
+    dropped: set[int] = field(default_factory=set)  # units in the graph with their casts
 
     def begin(self, unit: Unit, are_kept: bool) -> None:
         """Begin a unit under autocast: drop the casts that torch holds for other units. are_kept:
         autograd keeps casts anyway; none are dropped.
         """
-        last, self._last = self._last, unit.number
+        last, self.last = self.last, unit.number
         if last == unit.number or are_kept:
             return
         torch.clear_autocast_cache()
         if not torch.is_grad_enabled():
             return
-        if unit.number in self._dropped:
-            self._metrics.note(
+        if unit.number in self.dropped:
+            self.metrics.note(
                 "autocast",
                 f"{unit.name} runs more than once in a pass, with others in between: its weights "
                 "are cast each time, so that their gradients are summed in the weights' own type; "
                 "plain torch sums them in autocast's",
             )
-        self._dropped.add(unit.number)
+        self.dropped.add(unit.number)
 
 
 class _UnitRuns(threading.local):
@@ -121,8 +116,8 @@ class Engine:
         self.model = model
         self.units = units
         self.metrics = metrics
-        self._names = {m.param: m.name for unit in units for m in unit.members}
-        self._unit_of = {m.param: unit for unit in units for m in unit.members}
+        self._names: dict[Tensor, str] = {m.param: m.name for u in units for m in u.members}
+        self._unit_of: dict[Tensor, Unit] = {m.param: u for u in units for m in u.members}
         self._pool = pool
         self._runs = _UnitRuns()
         self._running = 0  # threads in which the model or a unit runs
@@ -146,7 +141,7 @@ class Engine:
             trained = placed
         elif on is None:
             trained = placed
-            self.gradients = Gradients(placed, metrics, self.name_of, spill.params, area)
+            self.gradients = Gradients(placed, metrics, self._names, spill.params, area)
         else:
             here = {n: param for n, param in placed.items() if param not in spill.params}
             self.gradients = DeviceGradients(
@@ -155,7 +150,7 @@ class Engine:
                 pool,
                 on.transfer,
                 metrics,
-                self.name_of,
+                self._names,
                 spill.params,
                 area,
             )
@@ -198,7 +193,7 @@ class Engine:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.tier.collect_edits()
-                self._casts.restart()
+                self._casts = _Casts(self.metrics)
             with self._lock:
                 self._running += 1
         self._runs.saving.append(self._begin_saving())
@@ -210,8 +205,7 @@ class Engine:
         """
         if self.residency.tier.never_drops and self.activations is None:
             return None
-        others = _hooks_of_others()
-        is_counted = others is not None and _is_checkpoint(others[0])
+        others, is_counted = _hooks_of_others()
         if not is_counted and (self._runs.open or (others is not None and _in_backward())):
             return None  # ours are in force, or other code's that were entered after ours
         pack = partial(self._pack_counted if is_counted else self._pack, others and others[0])
@@ -255,7 +249,9 @@ class Engine:
 
     @outside_inference_mode
     def before_forward(self, unit: Unit) -> None:
-        phase = self._phase()
+        phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+        if _in_backward():
+            phase = Phase.BACKWARD  # a recomputation
         if torch.is_autocast_enabled(self.device.type):
             self._casts.begin(unit, are_kept=self._keeps_casts(phase))
         self.residency.use(unit, phase)
@@ -281,12 +277,11 @@ class Engine:
     @outside_inference_mode
     def _visit(self, unit: Unit) -> None:
         self._begin_backward()
-        self.residency.visit(unit, Phase.BACKWARD)
+        self.residency.use(unit, Phase.BACKWARD, is_run=False)
         if self._sharded is not None:
             self._sharded.visited(unit)
         HEAP.look()
 
-    @outside_inference_mode
     def _begin_backward(self) -> None:
         if not self._backward and _in_backward():
             self._backward = True
@@ -309,25 +304,19 @@ class Engine:
         """
         if phase is not Phase.FORWARD or self.recomputes or self.activations is not None:
             return False
-        others = _hooks_of_others()
-        return others is None or not _is_checkpoint(others[0])
-
-    def _phase(self) -> Phase:
-        if _in_backward():  # a recomputation
-            return Phase.BACKWARD
-        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+        return not _hooks_of_others()[1]
 
     # --- what autograd keeps ----------------------------------------------------------------------
 
     @uninterrupted
     def _pack(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
-        reference = self.residency.reference_to(tensor)
-        if reference is not None:
-            return reference
+        block = self.residency.tier.block_of(tensor)
+        if block is not None:
+            return Reference(block, tensor)
         if others:
             return others(tensor)
         saved = self.activations.save(tensor) if self.activations else None
-        return saved or KeptTensor.of(tensor)
+        return saved or KeptTensor(tensor.detach(), tensor._version)
 
     @uninterrupted
     def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
@@ -337,15 +326,19 @@ class Engine:
         would keep the blocks of all units.
         """
         assert others is not None, "those of a checkpoint"
-        reference = self.residency.reference_to(tensor)
-        if reference is None:
+        block = self.residency.tier.block_of(tensor)
+        if block is None:
             return others(tensor)
-        return _Counted(reference, others(_like(tensor)))
+        return _Counted(Reference(block, tensor), others(_like(tensor)))
 
     @uninterrupted
     @outside_inference_mode
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        if isinstance(kept, KeptTensor | PackedTensor):
+        if isinstance(kept, KeptTensor):
+            if kept.tensor._version != kept.version:
+                raise kept.refusal()
+            return kept.tensor
+        if isinstance(kept, PackedTensor):
             return kept.checked()
         if not isinstance(kept, Reference):
             assert others is not None, "only the engine packs"
@@ -371,14 +364,14 @@ class Engine:
     # --- parameters outside of their unit ---------------------------------------------------------
 
     def name_of(self, param: Tensor) -> str:
-        return self._names[param]  # type: ignore[index]
+        return self._names[param]
 
     @uninterrupted
     @outside_inference_mode
     def bring(self, params: Sequence[Tensor]) -> bool:
         if not self._runs.open and not _in_backward():
             return False
-        units = [self._unit_of[param] for param in params]  # type: ignore[index]
+        units = [self._unit_of[param] for param in params]
         with self.residency.using(units):
             return True
 
@@ -419,18 +412,16 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
-def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+def _hooks_of_others() -> tuple[
+    tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, bool
+]:
     """Return the innermost hooks for saved tensors in force here: other code's, that offload
-    activations or recompute them, or ours. None: there are none.
+    activations or recompute them, or ours; None: there are none. And whether they are those of
+    torch's checkpointing, which keeps no tensor, and counts them.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _is_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
-    """Return whether the hooks are those of torch's checkpointing, which keeps no tensor, and
-    counts them.
-    """
-    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_counted = getattr(hooks and hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    return hooks, is_counted
 
 
 def _in_backward() -> bool:

@@ -91,13 +91,13 @@ class Gradients:
         self,
         params: Mapping[int, Tensor],
         metrics: Metrics,
-        name_of: Callable[[Tensor], str],
+        names: Mapping[Tensor, str],
         spilled: frozenset[Tensor] = frozenset(),
         area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._metrics = metrics
-        self._name_of = name_of
+        self._names = names
         self._spilled = spilled
         self.area = area
 
@@ -125,7 +125,7 @@ class Gradients:
             self._leave(param)
             return
         assert self.area is not None, "made where gradients are spilled"
-        spilled = SpilledGradientValues.make(self.area, param, self._name_of(param), param)
+        spilled = SpilledGradientValues.make(self.area, param, self._names[param], param)
         if spilled is not None:
             assert param.grad is not None
             spilled.take(param.grad)
@@ -138,7 +138,7 @@ class Gradients:
         self._metrics.count("gradients_outside_of_their_place")
         self._metrics.fall_back(
             "gradients on disk",
-            f"that of {self._name_of(param)} stays in memory, beyond host_memory: something else "
+            f"that of {self._names[param]} stays in memory, beyond host_memory: something else "
             "holds it or shares its memory (a view, another parameter, a hook that keeps it)",
         )
 
@@ -170,13 +170,13 @@ class DeviceGradients:
         pool: Pool,
         transfer: DeviceTransfer,
         metrics: Metrics,
-        name_of: Callable[[Tensor], str],
+        names: Mapping[Tensor, str],
         spilled: frozenset[Tensor] = frozenset(),
         area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._places = {params[number]: place for number, place in places.items()}
-        self._name_of = name_of
+        self._names = names
         self._spilled = spilled
         self.area = area
         self._transfer = transfer
@@ -230,7 +230,7 @@ class DeviceGradients:
             return
         if param in self._spilled and grad.numel():
             assert self.area is not None, "made where gradients are spilled"
-            spilled = SpilledGradientValues.make(self.area, param, self._name_of(param), param)
+            spilled = SpilledGradientValues.make(self.area, param, self._names[param], param)
             if spilled is not None:
                 self._sums[param] = self.area.show(param, spilled)
                 self._stage(param, spilled.fill, spilled.parts, grad)

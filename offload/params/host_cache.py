@@ -25,8 +25,7 @@ from offload.params.block import Block, Presence, pin, pinned
 from offload.params.block_store import BlockStore
 from offload.params.external_edits import ExternalEdits
 from offload.params.placeholder import Owner, make_placeholder
-from offload.params.prefetch import TierState, look_ahead, make_room
-from offload.params.prefetch_depth import PrefetchDepth
+from offload.params.prefetch import PrefetchDepth, TierState, look_ahead, make_room
 from offload.storage.engine import Priority
 
 _LINGER_S, _LINGER_STEP_S = 1.0, 0.01  # wait for views that other code is about to release
@@ -126,7 +125,10 @@ class HostCache:
             return
         try:
             with self.prefetch.waiting():
-                self.store.await_read(block)
+                ticket, block.reading = block.reading, None
+                if ticket is not None:
+                    with self.metrics.span("parameter read", block.name):
+                        ticket.wait()
         except BaseException:
             self._forget_memory(block)
             raise
@@ -156,9 +158,7 @@ class HostCache:
         held = {b.number for b in self.blocks if b.in_host is not Presence.AWAY}
         pinned = {n for n in held if not self._may_go(self.blocks[n])}
         stats = self._pool.stats()
-        free = stats.capacity_bytes - stats.used_bytes
-        budget = free + sum(self._sizes[number] for number in held)
-        return TierState(self._sizes, budget, held, pinned)
+        return TierState(self._sizes, stats.capacity_bytes - stats.used_bytes, held, pinned)
 
     def _may_go(self, block: Block) -> bool:
         if block.pins or block.number in self.current or block.in_host is not Presence.HERE:
@@ -217,9 +217,8 @@ class HostCache:
         if self.edits is not None:
             self.edits.note(block)
             self.edits.take_in([block])
-        if not self.store.can_take(block):
+        if not self.store.save(block):
             return False  # its weight file has older values, and there is no drive
-        self.store.save(block)
         self.store.settle(block)
         if self.edits is not None:
             self.hide(block)

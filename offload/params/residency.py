@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from offload import kernels
+from offload.core.errors import CapacityError
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.device import DeviceGauge, DeviceTransfer
-from offload.params.block import Block, Presence, Reference, pin
-from offload.params.block_store import KEY, BlockStore
+from offload.params.block import KEY, Block, Presence, pin
+from offload.params.block_store import BlockStore
 from offload.params.device_tier import DeviceTier
 from offload.params.gathered_tier import GatheredTier
 from offload.params.host_cache import HostCache
 from offload.params.host_tier import HostTier
 from offload.params.mean_gradients import ShardContext
 from offload.params.placeholder import Owner, restore
-from offload.params.prefetch_depth import PrefetchDepth
+from offload.params.prefetch import PrefetchDepth
 from offload.params.trace import Phase, Trace
 from offload.planning.unit import Member, Unit, UnitSizes
 from offload.storage.disk import DiskStore
@@ -59,25 +60,20 @@ class Residency:
 
     # --- units in use -----------------------------------------------------------------------------
 
-    def use(self, unit: Unit, phase: Phase) -> None:
+    def use(self, unit: Unit, phase: Phase, is_run: bool = True) -> None:
         """Make the parameters of a unit resident, wait for them, and pin them until `done`. Nothing
         stays pinned when it raises.
-        """
-        needed = [self.blocks[number] for number in unit.needs]
-        with self._lock, self.tier.pinned(needed):
-            self.prefetch.note_use(phase, unit.number)
-            self.tier.bring(needed, (phase, unit.number), is_shown=True)
-            self.tier.pin_for_run(needed, 1)  # until `done`
 
-    def visit(self, unit: Unit, phase: Phase) -> None:
-        """Make the blocks of a unit resident for code that runs before the next use of any unit.
+        is_run: False for code that runs before the next use of any unit, where nothing is pinned.
         Autograd has references to copies on a device and asks for their memory: those parameters
         stay placeholders, also when backward ends with an exception.
         """
         needed = [self.blocks[number] for number in unit.needs]
         with self._lock, self.tier.pinned(needed):
             self.prefetch.note_use(phase, unit.number)
-            self.tier.bring(needed, (phase, unit.number), is_shown=False)
+            self.tier.bring(needed, (phase, unit.number), is_shown=is_run)
+            if is_run:
+                self.tier.pin_for_run(needed, 1)  # until `done`
 
     def done(self, unit: Unit) -> None:
         with self._lock:
@@ -112,11 +108,6 @@ class Residency:
         """
         return self.tier.in_host(self._own_blocks(units), only_looks)
 
-    def reference_to(self, tensor: Tensor) -> Reference | None:
-        """Return a reference to a tensor that lies in the memory of a block; None: it does not."""
-        block = self.tier.block_of(tensor)
-        return None if block is None else Reference.to(block, tensor)
-
     # --- changes ----------------------------------------------------------------------------------
 
     def changed(self, block: Block) -> None:
@@ -134,8 +125,11 @@ class Residency:
             pin([block], -1)
             if has_changed and block.in_host is Presence.HERE:  # else it was not fetched
                 self.tier.changed(block)
-                if not self.cache.has_room_for_all:
-                    self.cache.store.save(block)
+                if not self.cache.has_room_for_all and not self.cache.store.save(block):
+                    raise CapacityError(
+                        f"{block.name}: does not fit in host memory beside the others; raise "
+                        "host_memory, or give nvme=... a directory on a fast drive"
+                    )
 
     # --- beginning and end ------------------------------------------------------------------------
 

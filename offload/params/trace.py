@@ -56,6 +56,7 @@ class Trace:
     def __init__(self, fingerprint: str, units: int) -> None:
         self.fingerprint = fingerprint
         self.units = units
+        self._uses = [Use(phase, unit) for phase in Phase for unit in range(units)]  # by token
         self.hits = self.misses = 0  # uses that were predicted one use before, or were not
         # Tokens, a number for each phase and unit; 4 bytes each, since a long run has all of them.
         self._history = array("i")
@@ -70,7 +71,7 @@ class Trace:
         """Record that a unit is used now. since_last_s: seconds since the use before, waits left
         out.
         """
-        token = self._token(Use(phase, unit))
+        token = _PHASES.index(phase) * self.units + unit
         if self._history:
             foretold = next(self._tokens_ahead(), None)
             self.hits += foretold == token
@@ -84,7 +85,7 @@ class Trace:
     @property
     def last(self) -> Use | None:
         """The present use."""
-        return self._use(self._history[-1]) if self._history else None
+        return self._uses[self._history[-1]] if self._history else None
 
     def uses(self) -> list[tuple[int, int]]:
         """Return the uses in the history, oldest first: the number of the phase, and the unit."""
@@ -119,7 +120,7 @@ class Trace:
         """Predict the uses after the present one, in order; endless where the history repeats
         itself.
         """
-        return map(self._use, self._tokens_ahead())
+        return map(self._uses.__getitem__, self._tokens_ahead())
 
     def _tokens_ahead(self) -> Iterator[int]:
         history = self._history
@@ -128,27 +129,20 @@ class Trace:
             while True:  # the uses from there to here are the prediction, again and again
                 for at in range(begin, end):
                     yield history[at]
-        if history and self._use(history[-1]).phase is Phase.BACKWARD:
+        if history and self._uses[history[-1]].phase is Phase.BACKWARD:
             yield from self._reversed_forward()
 
     def _reversed_forward(self) -> Iterator[int]:
         """Predict a backward pass that is not in the history: the forward pass, back from this
         unit.
         """
-        uses = map(self._use, self._history)
+        uses = [self._uses[token] for token in self._history]
         forward = [use.unit for use in uses if use.phase is Phase.FORWARD]
-        unit = self._use(self._history[-1]).unit
+        unit = uses[-1].unit
         if unit in forward:
             last = len(forward) - 1 - forward[::-1].index(unit)
             for earlier in reversed(forward[:last]):
-                yield self._token(Use(Phase.BACKWARD, earlier))
-
-    def _token(self, use: Use) -> int:
-        return _PHASES.index(use.phase) * self.units + use.unit
-
-    def _use(self, token: int) -> Use:
-        phase, unit = divmod(token, self.units)
-        return Use(_PHASES[phase], unit)
+                yield _PHASES.index(Phase.BACKWARD) * self.units + earlier
 
     # --- save and load ----------------------------------------------------------------------------
 
@@ -191,12 +185,12 @@ class Trace:
                 "anew"
             )
         trace = cls(fingerprint, units)
-        for phase, unit in _checked_history(data.get("history"), units):
-            trace._learn(trace._token(Use(phase, unit)))
+        for token in _checked_history(data.get("history"), units):
+            trace._learn(token)
         return trace
 
 
-def _checked_history(history: object, units: int) -> list[tuple[Phase, int]]:
+def _checked_history(history: object, units: int) -> list[int]:
     if not isinstance(history, list) or len(history) > KEEP_TOKENS:
         raise FormatError(f"trace: expected a list of at most {KEEP_TOKENS} uses")
     found = []
@@ -207,5 +201,5 @@ def _checked_history(history: object, units: int) -> list[tuple[Phase, int]]:
         phase, unit = token
         if not (0 <= phase < len(_PHASES) and 0 <= unit < units):
             raise FormatError(f"trace: expected a phase below 3 and a unit below {units}: {token}")
-        found.append((_PHASES[phase], unit))
+        found.append(phase * units + unit)
     return found

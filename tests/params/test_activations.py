@@ -590,9 +590,13 @@ def kept_within(nbytes: int, folder: Path) -> Iterator[tuple[Activations, Growin
     made = Activations(DiskActivations(store, nbytes), torch.device("cpu"), metrics)
 
     def pack(tensor: Tensor) -> Any:
-        return made.save(tensor) or activations.KeptTensor.of(tensor)
+        return made.save(tensor) or activations.KeptTensor(tensor.detach(), tensor._version)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.checked()):
+    def unpack(kept: Any) -> Tensor:
+        found: Tensor = kept.tensor if type(kept) is activations.KeptTensor else kept.checked()
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield made, store
     made.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from itertools import chain, cycle, islice
 
 import pytest
@@ -21,6 +22,12 @@ from offload.params.prefetch import (
 ONES = [1] * 10
 
 
+def tier(
+    sizes: list[int], budget: int, held: set[int], pinned: AbstractSet[int] = frozenset()
+) -> TierState:
+    return TierState(sizes, budget - sum(sizes[block] for block in held), held, pinned)
+
+
 def test_next_uses() -> None:
     assert next_uses([3, 1, 3, 2], 4) == {3: 0, 1: 1, 2: 3}
     assert list(next_uses(cycle([2, 0]), 5)) == [2, 0]  # ends, though the future does not
@@ -28,28 +35,28 @@ def test_next_uses() -> None:
 
 def test_what_comes_next_is_fetched_as_far_as_there_is_room() -> None:
     uses = next_uses([1, 2, 3, 4], 10)
-    assert look_ahead(TierState(ONES, 10, {0}), uses, 2) == PrefetchMoves((), (1, 2))
-    assert look_ahead(TierState(ONES, 3, {0}, {0}), uses, 4) == PrefetchMoves((), (1, 2))
-    assert look_ahead(TierState(ONES, 10, {1, 2}), uses, 2) == PrefetchMoves()
-    assert look_ahead(TierState(ONES, 10, {0}), uses, 0) == PrefetchMoves()
+    assert look_ahead(tier(ONES, 10, {0}), uses, 2) == PrefetchMoves((), (1, 2))
+    assert look_ahead(tier(ONES, 3, {0}, {0}), uses, 4) == PrefetchMoves((), (1, 2))
+    assert look_ahead(tier(ONES, 10, {1, 2}), uses, 2) == PrefetchMoves()
+    assert look_ahead(tier(ONES, 10, {0}), uses, 0) == PrefetchMoves()
 
 
 def test_the_farthest_goes() -> None:
     uses = next_uses([1, 2, 3, 0], 10)
     # 7 is never used again, 0 later than 1.
-    assert look_ahead(TierState(ONES, 3, {0, 7, 2}), uses, 1) == PrefetchMoves((7,), (1,))
-    assert look_ahead(TierState(ONES, 2, {0, 2}), uses, 1) == PrefetchMoves((0,), (1,))
+    assert look_ahead(tier(ONES, 3, {0, 7, 2}), uses, 1) == PrefetchMoves((7,), (1,))
+    assert look_ahead(tier(ONES, 2, {0, 2}), uses, 1) == PrefetchMoves((0,), (1,))
     # A block that is needed earlier is not evicted for it.
-    assert look_ahead(TierState(ONES, 2, {1, 2}), uses, 3) == PrefetchMoves()
+    assert look_ahead(tier(ONES, 2, {1, 2}), uses, 3) == PrefetchMoves()
 
 
 def test_one_at_a_time() -> None:
     uses = next_uses([1, 2], 3)
-    assert look_ahead(TierState(ONES, 1, {0}, {0}), uses, 2) == PrefetchMoves()
-    assert look_ahead(TierState(ONES, 1, {0}), uses, 2) == PrefetchMoves((0,), (1,))
-    assert make_room(TierState(ONES, 1, {0}), uses, 1) == (0,)
-    assert make_room(TierState(ONES, 1, {0}, {0}), uses, 1) is None
-    assert make_room(TierState(ONES, 2, {0}, {0}), uses, 1) == ()
+    assert look_ahead(tier(ONES, 1, {0}, {0}), uses, 2) == PrefetchMoves()
+    assert look_ahead(tier(ONES, 1, {0}), uses, 2) == PrefetchMoves((0,), (1,))
+    assert make_room(tier(ONES, 1, {0}), uses, 1) == (0,)
+    assert make_room(tier(ONES, 1, {0}, {0}), uses, 1) is None
+    assert make_room(tier(ONES, 2, {0}, {0}), uses, 1) == ()
 
 
 @settings(max_examples=chosen(test=60, torture=3000))
@@ -65,7 +72,7 @@ def test_moves_are_always_legal(data: st.DataObject) -> None:
     ahead = data.draw(st.lists(st.integers(0, count - 1), max_size=20))
     depth = data.draw(st.integers(0, count + 1))
     uses = next_uses(ahead, count)
-    moves = look_ahead(TierState(sizes, budget, held, pinned), uses, depth)
+    moves = look_ahead(tier(sizes, budget, held, pinned), uses, depth)
     assert not set(moves.evict) & pinned and set(moves.evict) <= held
     assert not set(moves.fetch) & (held - set(moves.evict))
     assert set(moves.fetch) <= set(islice(uses, depth))
@@ -88,10 +95,10 @@ def simulate(order: list[int], sizes: list[int], budget: int, depth: int, rounds
             uses = next_uses(ahead, len(sizes))
             if block not in held:
                 waits += 1
-                room = make_room(TierState(sizes, budget, held), uses, sizes[block])
+                room = make_room(tier(sizes, budget, held), uses, sizes[block])
                 assert room is not None
                 held = (held - set(room)) | {block}
-            moves = look_ahead(TierState(sizes, budget, held, {block}), uses, depth)
+            moves = look_ahead(tier(sizes, budget, held, {block}), uses, depth)
             held = (held - set(moves.evict)) | set(moves.fetch)
             assert sum(sizes[b] for b in held) <= budget and turn >= 0
     return waits

@@ -10,8 +10,8 @@ import pytest
 
 from offload.core.metrics import Metrics
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event
-from offload.params import prefetch_depth as pace_module
-from offload.params.prefetch_depth import PrefetchDepth
+from offload.params import prefetch as pace_module
+from offload.params.prefetch import PrefetchDepth
 from offload.params.trace import Phase, Trace
 
 SIZES = [1000] * 6 + [0]

@@ -15,7 +15,7 @@ from support.loops import chosen, tally
 
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.params import trace as trace_module
-from offload.params.trace import KEEP_TOKENS, MOST_FILE_BYTES, Phase, Trace, Use
+from offload.params.trace import KEEP_TOKENS, MOST_FILE_BYTES, Phase, Trace
 
 FORWARD, BACKWARD, EVALUATION = Phase
 
@@ -159,7 +159,7 @@ def test_a_long_history_can_be_loaded(tmp_path: Path) -> None:
     """A history without a forward pass loads, too; the search for one takes no quadratic time."""
     trace = Trace("m", KEEP_TOKENS)
     for unit in range(KEEP_TOKENS):
-        trace._learn(trace._token(Use(Phase.BACKWARD, unit)))
+        trace._learn(KEEP_TOKENS + unit)  # its use in a backward pass
     trace.save(tmp_path / "order")
     back = Trace("m", KEEP_TOKENS)
     back.load(tmp_path / "order")
