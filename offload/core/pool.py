@@ -239,20 +239,36 @@ class Pool:
             LOG.info("host memory: pinned %s in %.1f s", size, time.monotonic() - begin_s)
         return unregister
 
-    @uninterrupted
     def lease(self, nbytes: int, timeout_s: float | None = 0.0, what: str = "a block") -> Lease:
-        """Lease `nbytes` of the arena. Blocks up to `timeout_s` (None: without limit) until other
-        leases return enough memory; requests are served in order.
+        """Lease `nbytes` of the arena, as `try_lease` does. Raises `CapacityError` with the numbers
+        if that gets none. what: the purpose, for that message.
+        """
+        lease = self.try_lease(nbytes, timeout_s)
+        if lease is not None:
+            return lease
+        why = "it is larger than the whole pool"
+        if nbytes <= self.capacity_bytes:
+            why = f"none was freed within {timeout_s:g} s"
+        with self._lock:
+            free, largest = self.capacity_bytes - self._extents.used, self._extents.largest_free
+        raise CapacityError(
+            f"host pool: {what} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
+            f"of {format_size(self.capacity_bytes)} are free, the largest piece is "
+            f"{format_size(largest)}; {why}; raise host_memory, or use less"
+        )
 
-        Raises `CapacityError` with the numbers if no extent becomes free in time, and at once if
-        the request is larger than the pool. what: the purpose, for that message.
+    @uninterrupted
+    def try_lease(self, nbytes: int, timeout_s: float | None = 0.0) -> Lease | None:
+        """Lease `nbytes` of the arena. Blocks up to `timeout_s` (None: without limit) until other
+        leases return enough memory; requests are served in order. Returns None if no extent becomes
+        free in time, and at once if the request is larger than the pool.
         """
         self._check_usable()
         if not isinstance(nbytes, int) or nbytes < 0:
             raise ConfigError(f"nbytes: expected a whole number from 0 on, got {nbytes!r}")
         size = max(nbytes, 1)  # an empty lease is a lease, too
         if size > self.capacity_bytes:
-            raise CapacityError(self._refusal(nbytes, what, "it is larger than the whole pool"))
+            return None
         place = object()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
@@ -263,9 +279,7 @@ class Pool:
                 self._queue.remove(place)
                 self._changed.notify_all()
             if begin is None:
-                raise CapacityError(
-                    self._refusal(nbytes, what, f"none was freed within {timeout_s:g} s")
-                )
+                return None
             self._peak_bytes = max(self._peak_bytes, self._extents.used)
         try:
             return Lease(self, begin, nbytes)
@@ -286,14 +300,6 @@ class Pool:
                 return None
             self._changed.wait(min(left_s, _RECHECK_S))
             self._check_usable()
-
-    def _refusal(self, nbytes: int, what: str, why: str) -> str:
-        free = self.capacity_bytes - self._extents.used
-        return (
-            f"host pool: {what} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
-            f"of {format_size(self.capacity_bytes)} are free, the largest piece is "
-            f"{format_size(self._extents.largest_free)}; {why}; raise host_memory, or use less"
-        )
 
     def _put_back(self, begin: int) -> None:
         """Return an extent to the pool. Finalizers call it: it must not block and must not fail."""

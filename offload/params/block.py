@@ -113,6 +113,7 @@ class Block:
 
     @property
     def version_now(self) -> int:
+        """The sum of torch's version counters, which grows with every write in place."""
         return sum(member.param._version for member in self.unit.members)
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
@@ -134,11 +135,24 @@ def pin(blocks: Iterable[Block], change: int = 1) -> None:
         assert block.pins >= 0, f"{block.name}: done more often than used"
 
 
+def pin_on_device(blocks: Iterable[Block], change: int) -> None:
+    """Keep the copies of the blocks to compute with. change: 1, or -1 to undo that."""
+    for block in blocks:
+        block.device_pins += change
+        assert block.device_pins >= 0, f"{block.name}: done more often than used"
+
+
 @contextmanager
-def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
-    """Keep the blocks pinned inside the `with`. lock: that of the blocks; not held inside."""
+def pinned(
+    blocks: Sequence[Block],
+    lock: threading.RLock,
+    pin: Callable[[Sequence[Block], int], None] = pin,
+) -> Iterator[None]:
+    """Keep the blocks pinned by `pin` inside the `with`. lock: that of the blocks; not held
+    inside.
+    """
     with lock:
-        pin(blocks)
+        pin(blocks, 1)
     try:
         yield
     finally:

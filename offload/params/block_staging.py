@@ -21,13 +21,13 @@ from offload.optim.staging import HostSum, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.host_cache import HostCache
 from offload.params.residency import Residency
-from offload.params.spill import SpillArea, SpillSlot, round_up_to_cache_line
+from offload.params.spill import LINE, SpillArea, SpillSlot
 from offload.params.spilled_gradient import (
     SpilledGradientPart,
     SpilledGradientValues,
     StagedGradientRange,
 )
-from offload.planning.layout import Chunk, Slice
+from offload.planning.layout import Chunk, Slice, round_up
 
 MOST_BLOCKS = 3  # one that is updated, and those that are being fetched
 
@@ -69,6 +69,7 @@ class BlockStaging:
         self._firsts = firsts or {}
         self._grads: Mapping[int, Gradient] = {}
         self._begun: dict[int, Block] = {}
+        self._block_of: dict[int, Block] = {}  # by the number of a chunk
         self._left: Counter[int] = Counter()  # chunks of each block that are not updated yet
         self._chunk_of: dict[int, Chunk] = {}  # by the id of its staging buffer
 
@@ -89,16 +90,16 @@ class BlockStaging:
         """Order the chunks block by block: first the blocks with state in memory (`at_hand`), then
         the blocks that are resident. In another order both would be evicted before their turn.
         """
-        self._left = Counter(self._block(chunk).number for chunk in chunks)
+        self._block_of = of = {c.number: self._places[c.slices[0].param][0] for c in chunks}
+        self._left = Counter(block.number for block in of.values())
         if self._staging is not None:
             self._staging.begin(self._grads, chunks)
-        first = {self._block(chunk).number for chunk in chunks if chunk.number in at_hand}
-
-        def rank(chunk: Chunk) -> tuple[bool, bool, int]:
-            block = self._block(chunk)
-            return block.number not in first, block.in_host is Presence.AWAY, block.number
-
-        return sorted(chunks, key=rank)
+        first = {block.number for number, block in of.items() if number in at_hand}
+        ranks = {
+            number: (block.number not in first, block.in_host is Presence.AWAY, block.number)
+            for number, block in of.items()
+        }
+        return sorted(chunks, key=lambda chunk: ranks[chunk.number])
 
     def needs(self, chunk: Chunk) -> bool:
         return True
@@ -106,7 +107,7 @@ class BlockStaging:
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
         if self._staging is not None and not self._staging.has_place(chunk):
             return False  # a chunk that is being fetched has what it needs
-        block = self._block(chunk)
+        block = self._block_of[chunk.number]
         if block.number in self._begun:
             return True
         if len(self._begun) < MOST_BLOCKS and self._residency.cache.try_begin(block):
@@ -115,13 +116,12 @@ class BlockStaging:
         return may_wait
 
     def take(self, chunk: Chunk) -> StagingBuffer:
+        block = self._block_of[chunk.number]
         if not self.has_place(chunk, may_wait=False):
-            block = self._block(chunk)
             raise CapacityError(
                 f"{block.name}: its {block.nbytes} bytes of parameters have no room for their "
                 "update; raise host_memory"
             )
-        block = self._block(chunk)
         assert block.memory is not None
         staging_buffer = StagingBuffer(
             block.memory, tickets=[_Arrival(block, self._residency.cache)]
@@ -130,20 +130,19 @@ class BlockStaging:
         coming = self._staging.take(chunk) if self._staging is not None else {}
         staging_buffer.tickets += coming.values()
         for part in chunk.slices:
-            if part.param in self._grads:
-                _, begin, dtype = self._places[part.param]
-                begin += part.begin * dtype.itemsize
-                end = begin + (part.end - part.begin) * dtype.itemsize
-                param = block.memory[begin:end].view(dtype)
-                staging_buffer.slices[part] = param, self._gradient(part, coming)
+            if part.param not in self._grads:
+                continue
+            _, begin, dtype = self._places[part.param]
+            begin += part.begin * dtype.itemsize
+            end = begin + (part.end - part.begin) * dtype.itemsize
+            if part in coming:
+                grad = coming[part].values
+            else:
+                whole, first = self._grads[part.param], self._firsts.get(part.param, 0)
+                assert isinstance(whole, Tensor), "what is spilled is staged"
+                grad = whole[part.begin - first : part.end - first]
+            staging_buffer.slices[part] = block.memory[begin:end].view(dtype), grad
         return staging_buffer
-
-    def _gradient(self, part: Slice, coming: Mapping[Slice, StagedGradientRange]) -> Tensor:
-        if part in coming:
-            return coming[part].values
-        grad, first = self._grads[part.param], self._firsts.get(part.param, 0)
-        assert isinstance(grad, Tensor), "what is spilled is staged"
-        return grad[part.begin - first : part.end - first]
 
     def values(self, part: Slice) -> Tensor:
         block, begin, dtype = self._places[part.param]
@@ -161,7 +160,7 @@ class BlockStaging:
         chunk = self._chunk_of.pop(id(staging_buffer), None)
         if chunk is None:
             return  # already given back: before an error, or by `break_off`
-        block = self._block(chunk)
+        block = self._block_of[chunk.number]
         staging_buffer.slices = {}  # views of the block
         if self._staging is not None:
             self._staging.give_back(chunk)
@@ -169,9 +168,6 @@ class BlockStaging:
         self._left[block.number] -= 1
         if not self._left[block.number]:
             self._residency.end(self._begun.pop(block.number), has_changed)
-
-    def _block(self, chunk: Chunk) -> Block:
-        return self._places[chunk.slices[0].param][0]
 
     def break_off(self) -> None:
         """Release the blocks that an update left pinned when an error ended it."""
@@ -231,7 +227,7 @@ class SpilledGradientReader:
                 slot.is_staged = True
             piece = whose.range_of(begin, end)
             assert piece is not None, "cut for this plan"
-            nbytes = round_up_to_cache_line((end - begin) * whose.dtype.itemsize)
+            nbytes = round_up((end - begin) * whose.dtype.itemsize, LINE)
             found[part] = StagedGradientRange(whose, piece, slot.memory[at : at + nbytes], slot)
             at += nbytes
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from offload.core.ticket import Ticket
 from offload.device import DeviceBuffer
-from offload.params.block import Block, Presence
+from offload.params.block import Block, Presence, pin_on_device, pinned
 from offload.params.external_edits import take_in_rebound, untangle
 from offload.params.gathered import Gathered
 from offload.params.host_cache import HostCache
@@ -37,6 +38,7 @@ class Copies(ABC, Generic[Memory]):
     """
 
     never_drops = False  # a copy may be evicted while its unit does not run
+    pin_for_run = staticmethod(pin_on_device)
     escaped: str  # what counts copies whose memory other code still holds when they are released
 
     def __init__(self, cache: HostCache, device: torch.device, sizes: Sequence[int]) -> None:
@@ -44,6 +46,7 @@ class Copies(ABC, Generic[Memory]):
         self.kept: set[int] = set()  # blocks whose copies stay as long as they are valid
         self._cache, self._blocks, self._lock = cache, cache.blocks, cache.lock
         self._metrics = cache.metrics
+        self.pinned = partial(pinned, lock=cache.lock, pin=pin_on_device)
         self._sizes = sizes
         self._buffers: dict[int, Memory] = {}
         self._uploads: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
@@ -54,21 +57,6 @@ class Copies(ABC, Generic[Memory]):
         self._placeholder_storage: dict[torch.dtype, Tensor] = {}
 
     # --- units in use -----------------------------------------------------------------------------
-
-    @contextmanager
-    def pinned(self, blocks: Sequence[Block]) -> Iterator[None]:
-        with self._lock:
-            self.pin_for_run(blocks, 1)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.pin_for_run(blocks, -1)
-
-    def pin_for_run(self, blocks: Sequence[Block], change: int) -> None:
-        for block in blocks:
-            block.device_pins += change
-            assert block.device_pins >= 0, f"{block.name}: done more often than used"
 
     @abstractmethod
     def bring(self, needed: Sequence[Block], use: tuple[Phase, int] | None, is_shown: bool) -> None:
@@ -106,15 +94,12 @@ class Copies(ABC, Generic[Memory]):
         where they are.
         """
         if block.is_attached and (
-            _versions(block) != self._versions[block.number] or not self._is_in_place(block)
-        ):
+            block.version_now != self._versions[block.number]
+            or block.strangers(self._buffers[block.number].address)
+        ):  # changed, or no longer the views that were attached
             self._take_back(block)
         self.hide(block)
         block.is_attached = False
-
-    def _is_in_place(self, block: Block) -> bool:
-        """Return whether all the block's parameters are still the views that were attached."""
-        return not block.strangers(self._buffers[block.number].address)
 
     def hide(self, block: Block) -> None:
         for member in block.unit.members:
@@ -126,7 +111,7 @@ class Copies(ABC, Generic[Memory]):
 
     def _note_seen(self, block: Block) -> None:
         """Note that all changes to the block's parameters so far are taken in."""
-        self._versions[block.number] = _versions(block)
+        self._versions[block.number] = block.version_now
 
     @property
     def held_bytes(self) -> int:
@@ -250,9 +235,3 @@ class Copies(ABC, Generic[Memory]):
         block.move_on_device(Presence.AWAY)
         if not buffer.release():
             self._metrics.count(self.escaped)
-
-
-def _versions(block: Block) -> int:
-    """Sum torch's version counters over the parameters: it grows with every write in place."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return sum(member.param._version for member in block.unit.members)

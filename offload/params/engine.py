@@ -34,7 +34,7 @@ from offload.params.gradients import (
     gradient_memory,
 )
 from offload.params.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
-from offload.params.mean_gradients import MeanGradients, ShardContext
+from offload.params.mean_gradients import ShardContext
 from offload.params.residency import Device, make_residency
 from offload.params.sharded_gradients import ShardedGradients
 from offload.params.start import PreparedModelStart
@@ -136,8 +136,9 @@ class Engine:
         self.residency = make_residency(units, pool, store, metrics, self, depth, on, shard_context)
         if shard_context is not None:
             left = self.residency.prefetch.left_in_backward
-            means = MeanGradients(units, placed, shard_context, pool, metrics, left, area)
-            self.gradients = self._sharded = ShardedGradients(means)
+            self.gradients = self._sharded = ShardedGradients(
+                units, placed, shard_context, pool, metrics, left, area
+            )
             trained = placed
         elif on is None:
             trained = placed

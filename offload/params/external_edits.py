@@ -53,19 +53,12 @@ class ExternalEdits:
         blocks = [block for block in blocks if block.is_attached and block.memory is not None]
         rebound = untangle([(b, b.memory) for b in blocks if b.memory is not None])
         for block in blocks:
-            is_other = block.number in rebound and self.take_in_rebound(block)
+            is_other = block.number in rebound and take_in_rebound(block, settle=self._store.settle)
             if self.may_come and block.seen is not None:
                 assert block.memory is not None
                 is_other |= block.seen != self._checksum(block.memory)
             if is_other:
                 self._store.changed(block)
-
-    def take_in_rebound(self, block: Block) -> bool:
-        """Do the part of `take_in` that does not read all bytes: take in values that were assigned
-        by `param.data = ...`. Return whether there were any.
-        """
-        assert block.memory is not None
-        return take_in_rebound(block, block.memory, self._store.settle)
 
 
 def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:
@@ -85,12 +78,15 @@ def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:
 
 
 def take_in_rebound(
-    block: Block, memory: Tensor, settle: Callable[[Block], None] | None = None
+    block: Block, memory: Tensor | None = None, settle: Callable[[Block], None] | None = None
 ) -> bool:
     """Copy values that user code has assigned by `param.data = ...` to the block's memory, and make
     the parameters views of it again. Return False if there were none. Raises `StateError` if the
-    values are of another shape or dtype or on another device; nothing is copied then.
+    values are of another shape or dtype or on another device; nothing is copied then. memory: where
+    the block is computed with; None: its host memory.
     """
+    memory = block.memory if memory is None else memory
+    assert memory is not None
     strange = block.strangers(memory.data_ptr())
     for member in strange:  # no view of the memory yet: an error's frames would hold it
         got = _kind(member.param.dtype, member.param.shape, member.param.device)

@@ -1,26 +1,34 @@
 """Memory for gathered blocks and whole gradients of a model that is sharded over ranks, and the
 collectives that fill and reduce it: `HostGatheredBlockMemory` if the model is computed in host
-memory, `DeviceGatheredBlockMemory` (`gathered_device.py`) if it is computed on devices.
+memory, `DeviceGatheredBlockMemory` if it is computed on devices.
+
+There each rank uploads its shard of a block from host memory, and the devices all-gather the block
+among themselves. Of gradients, the devices reduce-scatter the mean, and each rank downloads its
+shard of it. The compute stream waits for all of this; the CPU waits only until the work is enqueued
+on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from offload.core.budget import HOST
+from offload.core.config import format_size
+from offload.core.errors import CapacityError
 from offload.core.tensors import holders
 from offload.core.ticket import Ticket
+from offload.device import DeviceBuffer
 from offload.distributed import Ranks
+from offload.distributed.device_network import DeviceNetwork
+from offload.planning.unit import on_device_bytes
 
-
-class Claim(Protocol):
-    """A claim of bytes beyond those that are always available; `release` returns them."""
-
-    def release(self) -> None: ...
+Release = Callable[[], None]  # returns bytes that were claimed; called once
 
 
 class Gathered(Protocol):
@@ -67,8 +75,10 @@ class GatheredBlockMemory(Protocol):
         the computation. It is used up, and stays until the ticket ends.
         """
 
-    def take(self, nbytes: int, what: str) -> Claim:
-        """Claim more memory than is always available. Raises `CapacityError` with the numbers."""
+    def take(self, nbytes: int, what: str) -> Release:
+        """Claim more memory than is always available; return what releases the claim. Raises
+        `CapacityError` with the numbers.
+        """
 
     def poll(self) -> None:
         """Release host memory that no operation reads any more."""
@@ -125,8 +135,87 @@ class HostGatheredBlockMemory:
     def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
         return self._ranks.reduce_scatter(target, whole.use().view(target.dtype), what)
 
-    def take(self, nbytes: int, what: str) -> Claim:
-        return HOST.take(nbytes, what)
+    def take(self, nbytes: int, what: str) -> Release:
+        return HOST.take(nbytes, what).release
 
     def poll(self) -> None:
         """Do nothing: buffers are held here only until their operation is waited for."""
+
+
+class DeviceGathered:
+    """An all-gather buffer, or a gradient buffer, in device memory.
+
+    coming: ends when the all-gather is enqueued on the device; its result is a ticket that ends
+    when this rank's shard is uploaded.
+    """
+
+    def __init__(self, buffer: DeviceBuffer, coming: Ticket[Ticket[None]] | None = None) -> None:
+        self.buffer = buffer
+        self.taken_bytes = on_device_bytes(buffer.nbytes)
+        self._coming = coming
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address
+
+    def arrive(self) -> Ticket[None] | None:
+        ticket = self._coming
+        upload = None if ticket is None else ticket.wait()
+        self._coming = None  # not before: a Ctrl-C may interrupt the wait
+        return upload
+
+    def use(self) -> Tensor:
+        return self.buffer.use()
+
+    def release(self) -> bool:
+        return self.buffer.release()
+
+
+class DeviceGatheredBlockMemory:
+    """The gathered blocks and gradients of a network's ranks in device memory.
+
+    left_bytes: device memory that is reserved for nothing else.
+    """
+
+    def __init__(self, network: DeviceNetwork, left_bytes: int) -> None:
+        self.device = network.transfer.device
+        self._network, self._transfer = network, network.transfer
+        self._left_bytes = left_bytes
+        self._lock = threading.Lock()
+
+    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Gathered:
+        buffer = self._transfer.allocate(nbytes, what)
+        return DeviceGathered(
+            buffer, self._network.gather(buffer, own, what, after) if nbytes else None
+        )
+
+    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
+        buffer = self._transfer.allocate(nbytes, what)
+        buffer.use().zero_()  # the whole buffer: one kernel is cheaper than one for every gap
+        buffer.note_fill()  # gradients may come from several streams
+        return DeviceGathered(buffer)
+
+    def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
+        assert isinstance(whole, DeviceGathered), what
+        if not target.numel():
+            return Ticket.of(target)
+        return self._network.reduce_scatter(whole.buffer, target.dtype, target, what)
+
+    def take(self, nbytes: int, what: str) -> Release:
+        with self._lock:
+            left = self._left_bytes
+            if nbytes <= left:
+                self._left_bytes -= nbytes
+                return partial(self._give_back, nbytes)
+        raise CapacityError(
+            f"{self.device}: {what} need {format_size(nbytes)} ({nbytes} bytes); beside units that "
+            f"are gathered one by one and their gradients {format_size(left)} of device_memory are "
+            "left, for activations too; raise device_memory, or use less"
+        )
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._left_bytes += nbytes
+
+    def poll(self) -> None:
+        self._transfer.poll()

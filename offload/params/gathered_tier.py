@@ -30,7 +30,7 @@ from offload.distributed import NETWORK, by_consensus, each_by_consensus
 from offload.params.block import Block, Presence, pinned
 from offload.params.copies import Copies
 from offload.params.external_edits import take_in_rebound, untangle
-from offload.params.gathered import Claim, Gathered
+from offload.params.gathered import Gathered, Release
 from offload.params.host_cache import HostCache
 from offload.params.mean_gradients import ShardContext
 from offload.params.prefetch import look_ahead, make_room
@@ -277,18 +277,18 @@ class GatheredTier(Copies[Gathered]):
         if not nbytes:
             yield
             return
-        shares: list[Claim] = []
+        claims: list[Release] = []
 
         def take() -> None:
-            shares.append(self._memory.take(nbytes, "parameters that are resident at once"))
+            claims.append(self._memory.take(nbytes, "parameters that are resident at once"))
 
         try:
             by_consensus(self._ranks, "resident", take)
             with self._widened(nbytes):
                 yield
         finally:
-            for share in shares:
-                share.release()
+            for release in claims:
+                release()
 
     def _excess_bytes(self, needed: Sequence[Block]) -> int:
         """Return by how many bytes the budget is too small for all of these blocks at once, beside

@@ -38,6 +38,7 @@ from offload.optim.staging import HostSum, StagedSums, StagingBuffer, TakeIn, eq
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
 from offload.params.spilled_gradient import SpilledGradientValues
+from offload.planning.layout import round_up
 from offload.storage.disk import DiskStore
 from offload.storage.handout import Outgoing
 
@@ -398,7 +399,7 @@ def gradient_bytes(params: Mapping[int, Tensor]) -> int:
 
 def place_bytes(param: Tensor) -> int:
     """Return the aligned size of one parameter's gradient buffer."""
-    return -(-param.numel() * param.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+    return round_up(param.numel() * param.element_size(), _ALIGN_BYTES)
 
 
 def check_like(what: str, param: Tensor, grad: Tensor | None) -> None:
@@ -416,7 +417,7 @@ def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:
 
 def staging_bytes(params: Sequence[Tensor]) -> int:
     """Return the host memory that the staging buffers take for gradients of these parameters."""
-    return STAGING_PLACES * (-(-_staging_buffer_bytes(params) // PIECE_ALIGN) * PIECE_ALIGN)
+    return STAGING_PLACES * round_up(_staging_buffer_bytes(params), PIECE_ALIGN)
 
 
 def _staging_buffer_bytes(params: Sequence[Tensor]) -> int:

@@ -41,11 +41,7 @@ def watch_gradients(
                 owner(number)
             HEAP.arrived(param.nbytes if param.is_cpu else 0)
 
-    return [
-        param.register_post_accumulate_grad_hook(_bound(hook, number))  # type: ignore[no-untyped-call]
-        for number, param in params.items()
-        if param.requires_grad and param.is_leaf
-    ]
+    return _hooked(params, hook)
 
 
 def watch_passes(
@@ -58,8 +54,15 @@ def watch_passes(
     another one, as activation checkpointing runs them, does not count as a pass of its own.
     """
     watcher = _Passes(weakref.WeakMethod(arrived), weakref.WeakMethod(ended))
+    return _hooked(params, watcher.arrived)
+
+
+def _hooked(
+    params: Mapping[int, Tensor], hook: Callable[[int, Tensor], None]
+) -> list[RemovableHandle]:
+    """Call `hook` with the number of each parameter that autograd has accumulated to, and it."""
     return [
-        param.register_post_accumulate_grad_hook(_bound(watcher.arrived, number))  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(partial(hook, number))  # type: ignore[no-untyped-call]
         for number, param in params.items()
         if param.requires_grad and param.is_leaf
     ]
@@ -237,7 +240,3 @@ def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) ->
 
 def _tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
-def _bound(hook: Callable[[int, Tensor], None], number: int) -> Callable[[Tensor], None]:
-    return lambda param: hook(number, param)

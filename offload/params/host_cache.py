@@ -232,14 +232,16 @@ class HostCache:
         """
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        while True:
-            try:
-                with self._pool.lease(block.nbytes, what=block.name) as lease:
-                    return lease.tensor()
-            except CapacityError as error:
-                if not may_evict or not (self._evict_farthest() or self._evict_after_a_while()):
-                    self._tell_who_holds(error)
-                    raise
+        lease = self._pool.try_lease(block.nbytes)
+        while lease is None and may_evict:
+            if not self._evict_farthest() and not self._evict_after_a_while():
+                break
+            lease = self._pool.try_lease(block.nbytes)
+        try:  # nothing else holds the lease, which ends with its tensor
+            return (lease or self._pool.lease(block.nbytes, what=block.name)).tensor()
+        except CapacityError as error:
+            self._tell_who_holds(error)
+            raise
 
     def _evict_farthest(self) -> bool:
         tier = self._tier()

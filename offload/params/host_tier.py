@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.params.block import Block, Presence, pin, pinned
+from offload.params.external_edits import take_in_rebound
 from offload.params.host_cache import HostCache
 from offload.params.trace import Phase
 
@@ -127,7 +128,7 @@ class HostTier:
     def values_to_return(self, block: Block) -> Tensor:
         """Return the memory with the block's present values, to leave the engine."""
         if block.is_attached:
-            self._edits.take_in_rebound(block)
+            take_in_rebound(block, settle=self._cache.store.settle)
         return self._cache.memory_of(block)
 
     def forget(self, block: Block) -> None:

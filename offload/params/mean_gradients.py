@@ -35,11 +35,12 @@ from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket
 from offload.distributed import NETWORK, Ranks
-from offload.params.gathered import Claim, Gathered, GatheredBlockMemory
+from offload.params.gathered import Gathered, GatheredBlockMemory, Release
 from offload.params.gradients import gradient_memory
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
 from offload.params.unit_sum import UnitSum, part_of, shard_like
+from offload.planning.layout import round_up
 from offload.planning.sharding import Sharding
 from offload.planning.unit import Unit
 
@@ -50,7 +51,7 @@ def staging_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
     """Return the host memory for the staging buffers that gradient shards of these units pass
     through on their way from a device.
     """
-    return STAGING_PLACES * (-(-_place_bytes(sharding, units) // PIECE_ALIGN) * PIECE_ALIGN)
+    return STAGING_PLACES * round_up(_place_bytes(sharding, units), PIECE_ALIGN)
 
 
 def _place_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
@@ -91,7 +92,6 @@ class MeanGradients:
     ) -> None:
         self._params = params
         self.area = area
-        self.tell_ended: Callable[[], None] = lambda: None  # called when a backward pass has ended
         self.ranks = shard_context.ranks
         self.sharding = sharding = shard_context.sharding
         self._gather_memory = shard_context.gather_memory
@@ -127,7 +127,7 @@ class MeanGradients:
         self._proven: set[int] = set()  # units that were reduced early and never got one after
         self._local = 0  # how many `no_sync` are open
         self._is_pending = False  # gradients of a `no_sync` are not reduced yet
-        self._local_shares: list[Claim] = []  # claims on the budget, for these gradients
+        self._local_claims: list[Release] = []  # of the budget, for these gradients
         self.lock = threading.RLock()
         self._slots: list[Tensor] = []  # free staging buffers
         size = _place_bytes(sharding, [units[number] for number in shards])
@@ -178,7 +178,7 @@ class MeanGradients:
         """
         taken = self.sharding.whole_of(one.unit)
         if self._local or self._is_pending:
-            self._local_shares.append(
+            self._local_claims.append(
                 self._gather_memory.take(taken, "whole gradients of no_sync()")
             )
         else:
@@ -303,7 +303,7 @@ class MeanGradients:
             self._is_open = False
             if self._local:
                 self._is_pending = True
-                self.tell_ended()
+                self.ended()
                 return
             mine = sorted(n for n, one in self.sums.items() if one.whole is not None)
             each = self.ranks.exchange([sorted(self._arrived), mine], "gradients that have come")
@@ -319,7 +319,10 @@ class MeanGradients:
             self._arrived.clear()
             self._is_pending = False
             self._end_local()
-            self.tell_ended()
+            self.ended()
+
+    def ended(self) -> None:
+        """Note that a backward pass has ended: subclasses show its gradients."""
 
     # --- no_sync ----------------------------------------------------------------------------------
 
@@ -335,8 +338,8 @@ class MeanGradients:
             self._local -= 1
 
     def _end_local(self) -> None:
-        while self._local_shares:
-            self._local_shares.pop().release()
+        while self._local_claims:
+            self._local_claims.pop()()
 
     def close(self, give_back: Callable[[UnitSum, Tensor], None]) -> None:
         """Drop all gradients, after `give_back` has been called with each unit's, gathered from all

@@ -301,7 +301,7 @@ class ModelBuffers:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._original_devices: dict[tuple[nn.Module, str], torch.device] = {}
         moved: dict[Tensor, Tensor] = {}  # several modules may share a buffer
-        for module, name, buffer in _buffers(model):
+        for module, name, buffer in buffers_of(model):
             if buffer.device != device:
                 self._original_devices[module, name] = buffer.device
                 if buffer not in moved:
@@ -321,11 +321,12 @@ class ModelBuffers:
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    distinct = {buffer: buffer.nbytes for _, _, buffer in _buffers(model)}
+    distinct = {buffer: buffer.nbytes for _, _, buffer in buffers_of(model)}
     return sum(distinct.values())
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield each buffer with its module and its name there."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

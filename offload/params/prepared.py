@@ -29,17 +29,26 @@ from offload.optim.records import OptimizerDraft
 from offload.params.activation_store import DiskActivations, HostActivations
 from offload.params.activations import Activations, ActivationStore
 from offload.params.engine import Engine
-from offload.params.gathered import GatheredBlockMemory, HostGatheredBlockMemory
-from offload.params.gathered_device import DeviceGatheredBlockMemory
+from offload.params.gathered import (
+    DeviceGatheredBlockMemory,
+    GatheredBlockMemory,
+    HostGatheredBlockMemory,
+)
 from offload.params.hooks import forget_interrupted_backward
 from offload.params.mean_gradients import ShardContext
 from offload.params.model_methods import ModelBuffers, ReplacedModelMethods
 from offload.params.prepare_plan import PreparePlan, same_random
-from offload.params.prepared_coordinator import PreparedCoordinator, no_sync
+from offload.params.prepared_coordinator import (
+    PreparedCoordinator,
+    ShardedModelCoordinator,
+    no_sync,
+)
 from offload.params.recompute import Recompute, layers_of
 from offload.params.residency import Device
 from offload.params.trace import Trace
+from offload.planning.layout import round_up
 from offload.storage.disk import DiskStore
+from offload.storage.files import BLOCK_BYTES
 from offload.storage.growing import GrowingStore
 from offload.storage.handout import Outgoing
 
@@ -185,7 +194,7 @@ class Prepared:
         """
         stored = {unit.number for unit in self.prepare_plan.stored}
         left = [self.prepare_plan.host_bytes_of(u) for u in self.units if u.number not in stored]
-        room = sum(-(-nbytes // 4096) * 4096 for nbytes in left)
+        room = sum(round_up(nbytes, BLOCK_BYTES) for nbytes in left)
         if self._directories and room and self._spare is None:
             LOG.info("weights that were to stay in their files are changed, and are swapped now")
             room += min(room, self.shares.params)
@@ -296,14 +305,12 @@ class Prepared:
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, draft: OptimizerDraft) -> None:
         assert self.engine is not None
-        coordinator = PreparedCoordinator(
-            self.prepare_plan,
-            self.engine,
-            self.ranks,
-            self.metrics,
-            self.state_pool,
-            self.store,
-            self,
+        plan, sharding = self.prepare_plan, self.prepare_plan.sharding
+        given = plan, self.engine, self.state_pool, self.store, self
+        coordinator = (
+            PreparedCoordinator(*given)
+            if self.ranks is None or sharding is None
+            else ShardedModelCoordinator(self.ranks, sharding, *given)
         )
         for record in draft.records:
             record.note_param()  # it has been taken into the model's memory since

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from offload.core.errors import CapacityError, ConfigError, StateError
-from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.distributed import Ranks, check_alike, checksum_of, each_by_consensus
 from offload.optim.agreement import settings_sum
@@ -55,29 +54,26 @@ _NO_SCALER_ON_DEVICE = (
 
 
 class PreparedCoordinator(StepCoordinator):
-    """The coordinator of the optimizer of one prepared model. pool, store: of the optimizer's
-    state.
+    """The coordinator of the optimizer of one prepared model, of which no other rank has a part.
+    pool, store: of the optimizer's state.
     """
 
     def __init__(
         self,
         prepare_plan: PreparePlan,
         engine: Engine,
-        ranks: Ranks | None,
-        metrics: Metrics,
         pool: Pool | None,
         store: DiskStore | None,
         owner: ParamOwner,
     ) -> None:
-        super().__init__(prepare_plan.config, metrics, watch_gradients)
+        super().__init__(prepare_plan.config, engine.metrics, watch_gradients)
         self.owner = owner
-        self._prepare_plan, self._engine, self._of_model = prepare_plan, engine, ranks
+        self._prepare_plan, self._engine = prepare_plan, engine
         self._pool, self._disk = pool, store
         self._units = prepare_plan.unit_of
         self._records: Sequence[Record] = ()  # of the plan in force
-        if ranks is not None or not prepare_plan.is_on_cpu:
-            told = NO_SCALER if ranks is not None else _NO_SCALER_ON_DEVICE
-            self.scaler_refusal = partial(StateError, f"GradScaler: {told}")
+        if not prepare_plan.is_on_cpu:
+            self.scaler_refusal = partial(StateError, f"GradScaler: {_NO_SCALER_ON_DEVICE}")
 
     # --- from plan to plan ------------------------------------------------------------------------
 
@@ -110,9 +106,6 @@ class PreparedCoordinator(StepCoordinator):
                 "reserved for it; parameters that were frozen, or in no optimizer, when the model "
                 "was prepared have no room: close() and prepare again"
             )
-
-    def redraw(self, draw_up: Callable[[], T]) -> T:
-        return self._by_consensus(draw_up, lambda drawn: {})
 
     def open(self, draft: OptimizerDraft) -> Resources:
         staging = self._make_staging(draft.records, draft.plan)
@@ -154,14 +147,24 @@ class PreparedCoordinator(StepCoordinator):
             if record.param in spilled or record.unit in units
         }
 
-    # --- steps and gradients ----------------------------------------------------------------------
+    def no_sync(self) -> AbstractContextManager[None]:
+        return no_sync(self._engine)
+
+
+class ShardedModelCoordinator(PreparedCoordinator):
+    """The coordinator of the optimizer of a model that is sharded over ranks."""
+
+    def __init__(self, ranks: Ranks, sharding: Sharding, *given: Any) -> None:
+        super().__init__(*given)
+        self._of_model, self._sharding = ranks, sharding
+        self.scaler_refusal = partial(StateError, f"GradScaler: {NO_SCALER}")
+
+    def redraw(self, draw_up: Callable[[], T]) -> T:
+        return self._by_consensus(draw_up, lambda drawn: {})
 
     def begin_step(self, optimizer: torch.optim.Optimizer, look: Look, begin: Begin) -> PendingStep:
-        ranks = self._of_model
-        if ranks is None:
-            return begin(look())
         pending = begin(self._by_consensus(look, self._facts))
-        pending.complete(lambda value: ranks.sum([value], "gradient norm")[0])
+        pending.complete(lambda value: self._of_model.sum([value], "gradient norm")[0])
         return pending
 
     def _facts(self, grads: Mapping[int, Gradient]) -> dict[str, object]:
@@ -175,8 +178,6 @@ class PreparedCoordinator(StepCoordinator):
         """Return the result of `act`, if it raises on no rank and if `tell` describes it alike on
         all ranks.
         """
-        if self._of_model is None:
-            return act()
         found: list[T] = []
 
         def act_and_tell() -> Mapping[str, object]:
@@ -187,20 +188,12 @@ class PreparedCoordinator(StepCoordinator):
         check_alike("step", said, "every rank must do the same", StateError)
         return found[0]
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return no_sync(self._engine)
-
-    # --- state of other ranks ---------------------------------------------------------------------
-
     @property
     def has_lost_ranks(self) -> bool:
-        return self._of_model is not None and self._of_model.is_broken
+        return self._of_model.is_broken
 
-    def gatherer(self, records: Sequence[Record]) -> OptimizerStateGatherer | None:
-        sharding = self._prepare_plan.sharding
-        if self._of_model is None or sharding is None:
-            return None
-        return UnitGatherer(self._of_model, sharding, self._prepare_plan.units, records)
+    def gatherer(self, records: Sequence[Record]) -> OptimizerStateGatherer:
+        return UnitGatherer(self._of_model, self._sharding, self._prepare_plan.units, records)
 
 
 def no_sync(engine: Engine) -> AbstractContextManager[None]:

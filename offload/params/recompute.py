@@ -29,6 +29,7 @@ from offload.core.errors import StateError
 from offload.core.metrics import Metrics
 from offload.params.draws import Draw, draw_from, drawing_again, draws_of, is_default
 from offload.params.hooks import Interception, intercept
+from offload.params.model_methods import buffers_of
 from offload.params.units import large_layers
 from offload.planning.unit import Unit, enclosing
 
@@ -146,7 +147,7 @@ class _LayerRun:
 
     def _first(self, call: Callable[[], Any]) -> Any:
         self.generations = self._generations()
-        self.buffers = [_ModuleBuffer.of(*found) for found in _buffers_of(self.module)]
+        self.buffers = [_ModuleBuffer.of(*found) for found in buffers_of(self.module)]
         self.draws = draws_of(self.module, self.layer.generators)
         output = call() if self.layer.is_probed else self._probe(call)
         self.draws = [draw for draw in self.draws if draw.is_used]
@@ -306,13 +307,6 @@ def layers_of(
         within = [unit_of[inner] for inner in layer.modules() if inner in unit_of]
         found[layer] = tuple({unit.number: unit for unit in within}.values())
     return found
-
-
-def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for inner in module.modules():
-        for name, tensor in inner._buffers.items():
-            if tensor is not None:
-                yield inner, name, tensor
 
 
 def _is_within_checkpoint(outermost: CodeType | None = None) -> bool:

@@ -37,18 +37,11 @@ NO_SCALER = (
 _EDITS = ("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_", "zero_")
 
 
-class ShardedGradients:
-    """The sharded gradients of one model, `means`, with the handles that `.grad` returns."""
+class ShardedGradients(MeanGradients):
+    """The sharded gradients of one model, with the handles that `.grad` returns."""
 
-    def __init__(self, means: MeanGradients) -> None:
-        means.tell_ended = self._backward_ended
-        self.area = means.area
-        self.lock, self.ranks, self.name_of = means.lock, means.ranks, means.name_of
-        self.arrived, self.visited = means.arrived, means.visited
-        self.end_backward, self.no_sync = means.end_backward, means.no_sync
-        self.cut_for = means.cut_for
-        self.means = means
-        self._is_on_device = means.sharding.on_device
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._handles: dict[Tensor, GradientHandle] = {}
         self._norms: dict[Tensor, float] = {}
         self._exposed: set[Tensor] = set()  # exposed parameters, whose gradients show, too
@@ -57,11 +50,11 @@ class ShardedGradients:
         """Note that a backward pass begins, and hide the gradients of exposed parameters, so that
         autograd finds none to add to.
         """
-        self.means.begin()
+        super().begin()
         for param in self._exposed:
             set_own_grad(param, None)
 
-    def _backward_ended(self) -> None:
+    def ended(self) -> None:
         self._norms.clear()
         self._show_exposed()
 
@@ -70,13 +63,13 @@ class ShardedGradients:
     def of(self, param: Tensor) -> Tensor | None:
         """Return the handle of a parameter's gradient; None: it has none."""
         with self.lock:
-            self.means.end_what_broke()
+            self.end_what_broke()
             if own_grad(param) is not None and param not in self._exposed:
                 raise StateError(
                     f"{self.name_of(param)}: has a gradient, but was frozen when the model was "
                     "prepared: close() and prepare again"
                 )
-            one = self.means.sum_of.get(param)
+            one = self.sum_of.get(param)
             if one is None or not (param in one.has or param in one.arrived):
                 return None
             if param not in self._handles:
@@ -92,8 +85,8 @@ class ShardedGradients:
         same.
         """
         with self.lock:
-            self.means.end_what_broke()
-            one = self.means.sum_of.get(param)
+            self.end_what_broke()
+            one = self.sum_of.get(param)
             if grad is not None and grad is self._handles.get(param):
                 return
             if one is None:
@@ -121,10 +114,10 @@ class ShardedGradients:
     def norm_of(self, param: Tensor) -> float:
         """Return a gradient's norm over all ranks."""
         if not self._norms:  # all in one reduction: clipping asks for every norm
-            there = [p for one in self.means.sums.values() for p in one.members if p in one.has]
+            there = [p for one in self.sums.values() for p in one.members if p in one.has]
             sums = []
             for each in there:
-                values = self.means.sum_of[each].own(each)
+                values = self.sum_of[each].own(each)
                 sums.append(kernels.grad_stats(values).sum_squares if values.numel() else 0.0)
             totals = self.ranks.sum(sums, "norms of gradients")
             self._norms = dict(zip(there, map(math.sqrt, totals), strict=True))
@@ -139,7 +132,7 @@ class ShardedGradients:
         """Show the gradients of these parameters in `.grad` of the exposed parameters while the
         block runs; then take in what the user's code has put there.
         """
-        known = self.means.sum_of
+        known = self.sum_of
         fresh = [param for param in params if param in known and param not in self._exposed]
         for param in fresh:
             self._exposed.add(param)
@@ -167,7 +160,7 @@ class ShardedGradients:
         """Drop the handle if the device may change: the gradient of an exposed parameter shows on
         the device, otherwise in host memory.
         """
-        if self._is_on_device:
+        if self.sharding.on_device:
             self._handles.pop(param, None)
 
     # --- beginning and end ------------------------------------------------------------------------
@@ -188,7 +181,7 @@ class ShardedGradients:
         from all ranks. make: returns a place for spilled gradients that the user's code holds.
         """
         with self.lock:
-            self.means.close(_give_back)
+            self.close(_give_back)
             self._handles.clear()
             if self.area is not None:
                 self.area.close(make)

@@ -33,13 +33,13 @@ from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.optim.gradient_handle import GradientHandle
 from offload.optim.gradient_source import GradientSource
-from offload.planning.layout import Chunk
+from offload.planning.layout import Chunk, round_up
 from offload.storage.disk import DiskStore
 from offload.storage.handout import Outgoing
 
 _WRITING = "gradient write"  # name of the wait in metrics
 _PAGE = 4096
-_LINE = 64
+LINE = 64  # a cache line: slices of a chunk begin at one in their slot
 
 
 @dataclass(eq=False)
@@ -51,11 +51,6 @@ class SpillSlot:
     is_lost: bool = False  # after a timeout the operating system may still write to it
     is_staged: bool = False  # the update or an accumulation uses it
     is_written: bool = False  # a write from it has not been taken in
-
-    @property
-    def is_free(self) -> bool:
-        is_taken = self.is_lost or self.is_staged or self.is_written
-        return not is_taken and all(ticket.done for ticket in self.tickets)
 
 
 class Losable(Protocol):
@@ -124,7 +119,7 @@ class SpillArea:
         with self.lock:
             self.settle()
             whole = self._memory.nbytes
-            self.slot_bytes = size = min(_page_up(max(slot_bytes, 1)), whole)
+            self.slot_bytes = size = min(round_up(max(slot_bytes, 1), _PAGE), whole)
             begins = range(0, whole - size + 1, size)
             self.slots = [SpillSlot(self._memory[begin : begin + size]) for begin in begins]
             for slot in self.slots:
@@ -154,7 +149,8 @@ class SpillArea:
 
     def _free_slot(self) -> SpillSlot | None:
         for slot in self.slots:
-            if slot.is_free:
+            is_taken = slot.is_lost or slot.is_staged or slot.is_written
+            if not is_taken and all(ticket.done for ticket in slot.tickets):
                 return slot
         if self._lost and not self.store.engine.abandoned_bytes:  # the drive has answered after all
             self._lost.clear()
@@ -253,7 +249,8 @@ class SpillArea:
                     with suppress(StateError):  # never written, or the store is closed
                         self.store.free(one)
             cuts = self.fitting(self._cut_of.get(key, (0, numel)), dtype)
-            nbytes = sum(_page_up((end - begin) * dtype.itemsize) for begin, end in pairwise(cuts))
+            each = ((end - begin) * dtype.itemsize for begin, end in pairwise(cuts))
+            nbytes = sum(round_up(one, _PAGE) for one in each)
             if nbytes > self._left_bytes:
                 return None
             self._left_bytes -= nbytes
@@ -309,10 +306,6 @@ def _kept(place: Outgoing, values: Tensor) -> Tensor:
     return place.tensor
 
 
-def _page_up(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
-
-
 def _overlap(one: Tensor, other: Tensor) -> bool:
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
@@ -324,15 +317,10 @@ def slot_bytes(chunks: Iterable[Chunk], itemsizes: Mapping[int, int]) -> int:
     """
     each = (
         sum(
-            round_up_to_cache_line((part.end - part.begin) * itemsizes[part.param])
+            round_up((part.end - part.begin) * itemsizes[part.param], LINE)
             for part in chunk.slices
             if part.param in itemsizes
         )
         for chunk in chunks
     )
     return max(each, default=0)
-
-
-def round_up_to_cache_line(nbytes: int) -> int:
-    """Round up to the distance between slices of a chunk in a slot: whole cache lines."""
-    return -(-nbytes // _LINE) * _LINE

@@ -93,13 +93,7 @@ class PreparedModelStart:
         """Return whether the unit's block can be read from the weight files each time: they have
         all its parameters in the same type, and no parameter is in `changing`.
         """
-        places = self._match.places
-        return all(
-            m.param not in changing
-            and m.param in places
-            and places[m.param].entry.dtype == m.param.dtype
-            for m in unit.members
-        )
+        return self._comes_as_it_is(unit) and all(m.param not in changing for m in unit.members)
 
     def _check_exchangeable(self, tensor: Tensor) -> None:
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
@@ -211,13 +205,11 @@ class PreparedModelStart:
 
     def _adopt(self, residency: Residency, block: Block) -> None:
         assert self._files is not None
-        each = [self._piece(member, *block.span) for member in block.unit.members]
-        pieces = [piece for piece in each if piece.nbytes]
-        residency.adopt(block, partial(self._files.original, pieces=pieces))
+        residency.adopt(block, partial(self._files.original, pieces=self._pieces(block)))
         self._taken.add(block.number)
 
     def _fill_now(self, residency: Residency, block: Block) -> None:
-        if block.partition is not None and self._comes_as_it_is(block):
+        if block.partition is not None and self._comes_as_it_is(block.unit):
             residency.take_in(block, partial(self._read_span, block), fills_span=True)
         else:
             residency.take_in(block, partial(self._fill, block))
@@ -229,16 +221,16 @@ class PreparedModelStart:
             done, total = format_size(self._done_bytes), format_size(self._total_bytes)
             LOG.info("start: %s of %s of parameters are there (%s)", done, total, block.name)
 
-    def _comes_as_it_is(self, block: Block) -> bool:
-        """Return whether the weight files have the whole block, in the same type."""
-        places = [self._match.places.get(member.param) for member in block.unit.members]
-        types = [member.dtype for member in block.unit.members]
-        return all(p is not None and p.entry.dtype == t for p, t in zip(places, types, strict=True))
+    def _comes_as_it_is(self, unit: Unit) -> bool:
+        """Return whether the weight files have all the unit's parameters, in the same type."""
+        places = self._match.places
+        return all(
+            m.param in places and places[m.param].entry.dtype == m.dtype for m in unit.members
+        )
 
     def _read_span(self, block: Block, memory: Tensor) -> None:
         """Read the block's span alone from the weight files into `memory`."""
-        each = [self._piece(member, *block.span) for member in block.unit.members]
-        pieces = [piece for piece in each if piece.nbytes]
+        pieces = self._pieces(block)
         if pieces:
             assert self._files is not None
             self._files.original(block.name, pieces).read(memory).wait()
@@ -261,6 +253,10 @@ class PreparedModelStart:
         if whole:
             assert self._files is not None
             self._files.original(block.name, whole).read(memory).wait()
+
+    def _pieces(self, block: Block) -> list[FileRange]:
+        each = [self._piece(member, *block.span) for member in block.unit.members]
+        return [piece for piece in each if piece.nbytes]
 
     def _piece(self, member: Member, begin: int, end: int) -> FileRange:
         """Return the file range of the part of a parameter that lies in the bytes [begin, end) of

@@ -166,7 +166,7 @@ def counted(rank: int, directory: str) -> None:
     count = made.ranks.count
     for what, nbytes in {
         "parameters": sum(block.nbytes for block in residency.blocks),
-        "gradients": sum(one.place.nbytes for one in gradients.means.sums.values()),
+        "gradients": sum(one.place.nbytes for one in gradients.sums.values()),
         "state": state,
     }.items():
         assert nbytes == pytest.approx(params / count, rel=0.02), what

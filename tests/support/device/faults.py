@@ -185,7 +185,7 @@ OF_RANKS = [
         Fault(
             "nobody waits for a gathered block",
             calling(
-                at("params.gathered_device", "DeviceGathered.use").call("use"),
+                at("params.gathered", "DeviceGathered.use").call("use"),
                 "_loan.memory.detach",
             ),
         ),
@@ -240,7 +240,7 @@ OF_RANKS = [
 OF_STREAMS = [
     Fault(
         "zeroed too late",
-        dropped(at("params.gathered_device", "DeviceGatheredBlockMemory.make").call("note_fill")),
+        dropped(at("params.gathered", "DeviceGatheredBlockMemory.make").call("note_fill")),
     ),
 ]
 

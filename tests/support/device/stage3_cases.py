@@ -24,8 +24,7 @@ from offload.core.errors import CapacityError, ConfigError, StateError
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.params import prepared
-from offload.params.gathered import Gathered
-from offload.params.gathered_device import DeviceGathered, DeviceGatheredBlockMemory
+from offload.params.gathered import DeviceGathered, DeviceGatheredBlockMemory, Gathered
 from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.models import WIDTH, WORDS, Gpt, Lora, Thrice

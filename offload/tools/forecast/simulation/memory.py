@@ -109,15 +109,21 @@ class VirtualPool:
         self._peak_bytes = 0
 
     def lease(self, nbytes: int, what: str = "a block") -> VirtualLease:
-        size = max(nbytes, 1)
-        begin = self._extents.find(size)
-        if begin is None:
+        lease = self.try_lease(nbytes)
+        if lease is None:
             free = self.capacity_bytes - self._extents.used
             raise CapacityError(
                 f"host pool: {what} needs {format_size(nbytes)} ({nbytes} bytes), "
                 f"{format_size(free)} of {format_size(self.capacity_bytes)} are free, the largest "
                 f"piece is {format_size(self._extents.largest_free)}; raise host_memory"
             )
+        return lease
+
+    def try_lease(self, nbytes: int) -> VirtualLease | None:
+        size = max(nbytes, 1)
+        begin = self._extents.find(size)
+        if begin is None:
+            return None
         self._extents.take_at(begin, size)
         self._peak_bytes = max(self._peak_bytes, self._extents.used)
         return VirtualLease(self._extents, begin, nbytes)
