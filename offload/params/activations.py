@@ -122,12 +122,6 @@ class PackedTensor:
         self._spoiled: int | None = None  # its version at eviction, if it was changed before
         piece.saved.append(weakref.ref(self))
 
-    def _look_at(self, memory: Tensor) -> None:
-        dtype, offset, size, stride = self._look
-        empty = torch.empty(0, dtype=dtype, device=memory.device)
-        self.tensor = empty.set_(memory.untyped_storage(), offset, size, stride)
-        self._version = self.tensor._version
-
     def leave(self) -> None:
         """Release the tensor; keep its type, offset, shape and stride."""
         assert self.tensor is not None
@@ -139,13 +133,15 @@ class PackedTensor:
         """Return the tensor, fetched if need be. Raises `RuntimeError` as autograd does if it was
         changed in place since it was saved.
         """
+        dtype, offset, size, stride = self._look
         if self._spoiled is None:
             memory = self._piece.owner.bring(self._piece)
             if self.tensor is None:
-                self._look_at(memory)
+                empty = torch.empty(0, dtype=dtype, device=memory.device)
+                self.tensor = empty.set_(memory.untyped_storage(), offset, size, stride)
+                self._version = self.tensor._version
         version = self._spoiled if self.tensor is None else self.tensor._version
         if self.tensor is None or version != self._version:
-            dtype, _, size, _ = self._look
             raise _modified(dtype, size, version, self._version)
         return self.tensor
 
@@ -204,8 +200,7 @@ class Activations:
         )
         self._here: dict[int, weakref.ref[SavedStorage]] = {}  # may be offloaded, oldest first
         self._going: deque[weakref.ref[SavedStorage]] = deque()
-        self._away: dict[int, weakref.ref[SavedStorage]] = {}
-        self._away_numbers: list[int] = []  # sorted
+        self._away: list[tuple[int, weakref.ref[SavedStorage]]] = []  # by number, sorted
         self._held_bytes = 0  # of those that have memory
         self._going_bytes = 0  # of those that are being offloaded
         self._coming: set[int] = set()
@@ -241,7 +236,13 @@ class Activations:
             address = tensor.untyped_storage().data_ptr()
             piece = self._by_address.get(address)
             if piece is None:
-                piece = self._new_piece(tensor, address)
+                empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                piece = SavedStorage(
+                    self, next(self._numbers), empty.set_(tensor.untyped_storage())
+                )
+                del empty  # it is the piece's memory now
+                self._held_bytes += piece.nbytes
+                self._note_here(piece)
             saved = PackedTensor(piece, tensor)
             self._shrink()
             return saved
@@ -255,15 +256,6 @@ class Activations:
             and not (tensor.is_conj() or tensor.is_neg())
             and tensor.untyped_storage().nbytes() >= LEAST_BYTES
         )
-
-    def _new_piece(self, tensor: Tensor, address: int) -> SavedStorage:
-        bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        bytes_.set_(tensor.untyped_storage())
-        piece = SavedStorage(self, next(self._numbers), bytes_)
-        self._by_address[address] = piece
-        self._held_bytes += piece.nbytes
-        self._here[piece.number] = weakref.ref(piece)
-        return piece
 
     def _shrink(self, nbytes: int = 0) -> None:
         """Offload the oldest storages until the rest, and `nbytes` more, are within the limit less
@@ -338,6 +330,9 @@ class Activations:
         fetched.
         """
         piece.move_to(Stage.HERE)
+        self._note_here(piece)
+
+    def _note_here(self, piece: SavedStorage) -> None:
         assert piece.memory is not None
         self._by_address[piece.memory.untyped_storage().data_ptr()] = piece
         self._here[piece.number] = weakref.ref(piece)
@@ -351,8 +346,7 @@ class Activations:
     def _note_away(self, piece: SavedStorage) -> None:
         piece.move_to(Stage.AWAY)
         self._held_bytes -= piece.nbytes
-        self._away[piece.number] = weakref.ref(piece)
-        insort(self._away_numbers, piece.number)
+        insort(self._away, (piece.number, weakref.ref(piece)))
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -391,15 +385,16 @@ class Activations:
         self._held_bytes += piece.nbytes
 
     def _no_longer_away(self, number: int) -> None:
-        if self._away.pop(number, None) is not None:
-            del self._away_numbers[bisect_left(self._away_numbers, number)]
+        at = bisect_left(self._away, (number,))
+        if at < len(self._away) and self._away[at][0] == number:
+            del self._away[at]
 
     def _fetch_ahead(self, number: int) -> None:
         """Prefetch the storages saved before this one: backward needs them next."""
-        last = bisect_left(self._away_numbers, number)
+        last = bisect_left(self._away, (number,))
         limit = self._activation_store.limit_bytes  # 0: fetched storages are not counted
-        for earlier in reversed(self._away_numbers[max(0, last - AHEAD) : last]):
-            piece = self._away[earlier]()
+        for _, earlier in reversed(self._away[max(0, last - AHEAD) : last]):
+            piece = earlier()
             if piece is None:
                 continue
             if len(self._coming) >= AHEAD or (limit and self._held_bytes + piece.nbytes > limit):

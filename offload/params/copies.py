@@ -21,7 +21,7 @@ from offload.params.block import Block, Presence, pin_on_device, pinned
 from offload.params.external_edits import take_in_rebound, untangle
 from offload.params.gathered import Gathered
 from offload.params.host_cache import HostCache
-from offload.params.placeholder import make_device_placeholder, placeholder_storage
+from offload.params.placeholder import make_placeholder, placeholder_storage
 from offload.params.prefetch import TierState
 from offload.params.trace import Phase
 
@@ -107,7 +107,7 @@ class Copies(ABC, Generic[Memory]):
             if dtype not in self._placeholder_storage:
                 self._placeholder_storage[dtype] = placeholder_storage(dtype, self.device)
             owner = self._cache.owner
-            make_device_placeholder(member.param, owner, self._placeholder_storage[dtype])
+            make_placeholder(member.param, owner, self._placeholder_storage[dtype])
 
     def _note_seen(self, block: Block) -> None:
         """Note that all changes to the block's parameters so far are taken in."""

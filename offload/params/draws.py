@@ -40,7 +40,7 @@ def draws_of(module: nn.Module, seen: Iterable[object] = ()) -> list[Draw]:
     been seen to use.
     """
     found: dict[int, Draw] = {}
-    for owner in (*_global_sources(), *seen, *_owned(module)):
+    for owner in (random, sys.modules.get("numpy.random"), *seen, *_owned(module)):
         draw = None if id(owner) in found else draw_from(owner)
         if draw is not None:
             found[id(owner)] = draw
@@ -73,11 +73,6 @@ def is_default(owner: object) -> bool:
         return False
     of_device = getattr(getattr(torch, owner.device.type, None), "default_generators", ())
     return owner is torch.default_generator or any(owner is each for each in of_device)
-
-
-def _global_sources() -> Iterator[object]:
-    yield random
-    yield sys.modules.get("numpy.random")
 
 
 def _owned(module: nn.Module) -> Iterator[object]:

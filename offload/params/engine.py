@@ -81,13 +81,11 @@ class _Casts:
 
 
 class _UnitRuns(threading.local):
-    """The runs that are open in one thread."""
-
-    open = 0  # runs of the model and of units that have not ended
+    """The runs of the model and of units that have not ended in one thread."""
 
     def __init__(self) -> None:
-        # For each open run the hooks that it entered; None: it entered none, earlier ones stay.
-        self.saving: list[Any] = []
+        # For each the hooks that it entered; None: it entered none, earlier ones stay.
+        self.open: list[Any] = []
 
 
 class Engine:
@@ -142,18 +140,12 @@ class Engine:
             trained = placed
         elif on is None:
             trained = placed
-            self.gradients = Gradients(placed, metrics, self._names, spill.params, area)
+            self.gradients = Gradients(placed, metrics, self._names, area)
         else:
             here = {n: param for n, param in placed.items() if param not in spill.params}
+            places = gradient_memory(here, pool)
             self.gradients = DeviceGradients(
-                trained,
-                gradient_memory(here, pool),
-                pool,
-                on.transfer,
-                metrics,
-                self._names,
-                spill.params,
-                area,
+                trained, places, pool, on.transfer, metrics, self._names, area
             )
         try:
             if not isinstance(self.gradients, Gradients):
@@ -190,15 +182,14 @@ class Engine:
 
     @outside_inference_mode
     def enter(self) -> None:
-        if self._runs.open == 0:
+        if not self._runs.open:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.tier.collect_edits()
                 self._casts = _Casts(self.metrics)
             with self._lock:
                 self._running += 1
-        self._runs.saving.append(self._begin_saving())
-        self._runs.open += 1
+        self._runs.open.append(self._begin_saving())
 
     def _begin_saving(self) -> Any:
         """Enter hooks for the tensors that autograd saves, if parameters or activations may be
@@ -227,13 +218,11 @@ class Engine:
 
     @outside_inference_mode
     def leave(self) -> None:
-        runs = self._runs
-        runs.open -= 1
-        assert runs.open >= 0, "a run has ended that had not begun"
-        saving = runs.saving.pop()
+        assert self._runs.open, "a run has ended that had not begun"
+        saving = self._runs.open.pop()
         if saving is not None:
             saving.__exit__()
-        if runs.open:
+        if self._runs.open:
             return
         with self._lock:
             self._running -= 1
@@ -303,9 +292,8 @@ class Engine:
         """Return whether autograd keeps casts of weights on the device, as it keeps a layer's
         activations.
         """
-        if phase is not Phase.FORWARD or self.recomputes or self.activations is not None:
-            return False
-        return not _hooks_of_others()[1]
+        keeps = phase is Phase.FORWARD and not self.recomputes and self.activations is None
+        return keeps and not _hooks_of_others()[1]
 
     # --- what autograd keeps ----------------------------------------------------------------------
 

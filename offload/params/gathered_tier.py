@@ -270,8 +270,8 @@ class GatheredTier(Copies[Gathered]):
     @contextmanager
     def _room_for_all_of(self, needed: Sequence[Block]) -> Iterator[None]:
         """Widen the budget of gathered blocks while the block runs, if these blocks at once need
-        more than units one by one. If a rank has no memory left, all ranks raise: `CapacityError`
-        there, `StateError` on the others.
+        more than units one by one; afterwards evict what exceeds it. If a rank has no memory left,
+        all ranks raise: `CapacityError` there, `StateError` on the others.
         """
         nbytes = self._excess_bytes(needed)
         if not nbytes:
@@ -284,8 +284,15 @@ class GatheredTier(Copies[Gathered]):
 
         try:
             by_consensus(self._ranks, "resident", take)
-            with self._widened(nbytes):
+            with self._lock:
+                self.budget_bytes += nbytes
+            try:
                 yield
+            finally:
+                with self._lock:
+                    self.budget_bytes -= nbytes
+                    for number in make_room(self._tier_within(self.budget_bytes), {}, 0) or ():
+                        self._evict(self._blocks[number])
         finally:
             for release in claims:
                 release()
@@ -297,19 +304,6 @@ class GatheredTier(Copies[Gathered]):
         numbers = {block.number for block in needed} | self.kept
         numbers |= {block.number for block in self._blocks if block.device_pins}
         return max(0, sum(self._sizes[number] for number in numbers) - self.budget_bytes)
-
-    @contextmanager
-    def _widened(self, nbytes: int) -> Iterator[None]:
-        """Raise the budget by `nbytes` while the block runs; afterwards evict what exceeds it."""
-        with self._lock:
-            self.budget_bytes += nbytes
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.budget_bytes -= nbytes
-                for number in make_room(self._tier_within(self.budget_bytes), {}, 0) or ():
-                    self._evict(self._blocks[number])
 
     def _compare(self, blocks: Sequence[Block]) -> None:
         """Raise `StateError`, and discard the changes of these blocks, if they are not the same on

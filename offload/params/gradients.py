@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,14 +66,15 @@ class SpilledGradientParams:
         assert store is not None, "nothing is spilled without a disk"
         what = "gradients on their way to disk and back"
         with pool.lease(self.staging_bytes, what=what) as lease:
-            return SpillArea(store, lease.tensor(), self.room_bytes, metrics)
+            return SpillArea(store, lease.tensor(), self.room_bytes, metrics, self.params)
 
 
 def gradient_memory(params: Mapping[int, Tensor], pool: Pool) -> dict[int, Tensor]:
     """Allocate the flat gradient buffers in host memory of some parameters, by number."""
     found: dict[int, Tensor] = {}
     if params:
-        with pool.lease(gradient_bytes(params), what="gradients") as lease:
+        nbytes = sum(map(place_bytes, params.values()))
+        with pool.lease(nbytes, what="gradients") as lease:
             begin = 0
             for number, param in params.items():
                 found[number] = lease.tensor(param.dtype, param.numel(), begin)
@@ -82,10 +83,8 @@ def gradient_memory(params: Mapping[int, Tensor], pool: Pool) -> dict[int, Tenso
 
 
 class Gradients:
-    """The gradients of the given parameters, by number, on the CPU.
-
-    spilled: the parameters whose gradients are spilled. area: where they are spilled to. Any
-    thread, one at a time.
+    """The gradients of the given parameters, by number, on the CPU. area: where those of its
+    parameters are spilled to. Any thread, one at a time.
     """
 
     def __init__(
@@ -93,13 +92,11 @@ class Gradients:
         params: Mapping[int, Tensor],
         metrics: Metrics,
         names: Mapping[Tensor, str],
-        spilled: frozenset[Tensor] = frozenset(),
         area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._metrics = metrics
         self._names = names
-        self._spilled = spilled
         self.area = area
 
     def end_backward(self) -> None:
@@ -107,12 +104,11 @@ class Gradients:
         if self.area is not None:
             self.area.poll()
 
-    @contextmanager
-    def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def exposed(self, params: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Make the gradients of these parameters visible at `param.grad` while the block runs; on
         the CPU they always are.
         """
-        yield
+        return nullcontext()
 
     def arrived(self, number: int) -> None:
         """Take in a parameter's gradient after autograd has accumulated to it: spill it if it is to
@@ -120,12 +116,11 @@ class Gradients:
         left to do.
         """
         param = self._params[number]
-        if param not in self._spilled or not _can_be_spilled(param):
+        if self.area is None or param not in self.area.params or not _can_be_spilled(param):
             return
         if not has_grad_to_itself(param):
             self._leave(param)
             return
-        assert self.area is not None, "made where gradients are spilled"
         spilled = SpilledGradientValues.make(self.area, param, self._names[param], param)
         if spilled is not None:
             assert param.grad is not None
@@ -150,7 +145,7 @@ class Gradients:
         if self.area is None:
             return
         self.area.close(make)
-        for param in self._spilled:
+        for param in self.area.params:
             if isinstance(param.grad, GradientHandle):
                 param.grad = param.grad.here
 
@@ -161,7 +156,7 @@ class DeviceGradients:
     params: those for which autograd calls `arrived`, by number.
     places: gradient buffers in host memory; parameters without one have their gradients in memory
     of torch's.
-    area: where the gradients of `spilled` go.
+    area: where the gradients of its parameters are spilled to.
     """
 
     def __init__(
@@ -172,13 +167,11 @@ class DeviceGradients:
         transfer: DeviceTransfer,
         metrics: Metrics,
         names: Mapping[Tensor, str],
-        spilled: frozenset[Tensor] = frozenset(),
         area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._places = {params[number]: place for number, place in places.items()}
         self._names = names
-        self._spilled = spilled
         self.area = area
         self._transfer = transfer
         self._metrics = metrics
@@ -186,6 +179,7 @@ class DeviceGradients:
         self._arriving: dict[Tensor, HostSum] = {}  # downloads straight to the gradient
         self._exposed: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
+        spilled = area.params if area is not None else ()
         self._slot_bytes = _staging_buffer_bytes([*self._places, *spilled])
         self._slots: list[StagingBuffer] = []  # staging buffers that are free
         for _ in range(STAGING_PLACES if self._slot_bytes else 0):
@@ -229,8 +223,7 @@ class DeviceGradients:
         if not _is_plain(grad, param.dtype):
             self._sums[param] = grad.cpu()
             return
-        if param in self._spilled and grad.numel():
-            assert self.area is not None, "made where gradients are spilled"
+        if self.area is not None and param in self.area.params and grad.numel():
             spilled = SpilledGradientValues.make(self.area, param, self._names[param], param)
             if spilled is not None:
                 self._sums[param] = self.area.show(param, spilled)
@@ -390,11 +383,6 @@ def _can_be_spilled(param: Tensor) -> bool:
         and grad.dtype == param.dtype
         and not grad.requires_grad
     )
-
-
-def gradient_bytes(params: Mapping[int, Tensor]) -> int:
-    """Return the size of gradient buffers for all these parameters, each aligned."""
-    return sum(map(place_bytes, params.values()))
 
 
 def place_bytes(param: Tensor) -> int:

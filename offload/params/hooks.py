@@ -174,7 +174,7 @@ def _follow_run(
     return [
         module.register_forward_pre_hook(_untraced(before), prepend=True),
         module.register_forward_hook(_untraced(after), always_call=True),
-        intercept(module, "_call_impl", call),
+        Interception(module, "_call_impl", call),
     ]
 
 
@@ -191,27 +191,20 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-@dataclass(frozen=True)
 class Interception:
-    """A method of one module that is replaced on the instance; `remove` undoes that."""
+    """A method of one module that is replaced on the instance by `instead`, which gets the module
+    and the original method ahead of the call's arguments; `remove` undoes that.
+    """
 
-    module: nn.Module
-    name: str
-    before: object = None  # an earlier replacement in the instance's `__dict__`
+    def __init__(self, module: nn.Module, name: str, instead: Callable[..., object]) -> None:
+        self._module, self._name = module, name
+        self._before = vars(module).get(name)  # an earlier replacement
+        vars(module)[name] = partial(instead, module, getattr(module, name))
 
     def remove(self) -> None:
-        vars(self.module).pop(self.name, None)
-        if self.before is not None:
-            vars(self.module)[self.name] = self.before
-
-
-def intercept(module: nn.Module, name: str, instead: Callable[..., object]) -> Interception:
-    """Replace a method of this one module by `instead`, which gets the module and the original
-    method ahead of the call's arguments.
-    """
-    original, before = getattr(module, name), vars(module).get(name)
-    vars(module)[name] = partial(instead, module, original)
-    return Interception(module, name, before)
+        vars(self._module).pop(self._name, None)
+        if self._before is not None:
+            vars(self._module)[self._name] = self._before
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

@@ -334,11 +334,10 @@ class HostCache:
 
     def attach(self, block: Block) -> None:
         """Restore the parameters: their values are those in the block's memory."""
-        if not block.is_attached:
-            assert block.memory is not None
-            block.show(block.memory)
-            block.is_attached = True
-            block.version = block.version_now
+        assert block.memory is not None
+        block.show(block.memory)
+        block.is_attached = True
+        block.version = block.version_now
 
     def hide(self, block: Block) -> None:
         """Make the parameters placeholders."""

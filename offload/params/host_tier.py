@@ -57,7 +57,8 @@ class HostTier:
         cache.look_ahead(cache.prefetch.depth)
         for block in needed:
             cache.arrive(block)
-            cache.attach(block)
+            if not block.is_attached:
+                cache.attach(block)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the block in whose memory a tensor lies, if any; take in what a layer has changed

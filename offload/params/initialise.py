@@ -15,7 +15,7 @@ module that has it. Adapters that peft has put around a layer are filled as peft
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,9 +58,10 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[InitTask]:
     for name, module, around in _inside_out("", model, (), set()):
         own = list(_own(module))
         fresh = {tensor for tensor in own if tensor in empty and tensor not in done}
-        below = [t for t in (*module.parameters(), *module.buffers()) if t in empty]
+        inside = (*module.parameters(), *module.buffers())
+        below = [tensor for tensor in inside if tensor in empty]
         calls = _calls(module, around) if fresh else []
-        if not fresh and not own and below and _is_all(module, empty):
+        if not fresh and not own and below and len(below) == len(inside):
             calls = _resets(module)  # it fills the tensors of its children itself
         adapters = {t: empty[t] for t in made_by_adapters(module) if t in empty}
         resets = _adapter_resets(module, around) if adapters else []
@@ -126,10 +127,6 @@ def _inside_out(
 def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
-
-
-def _is_all(module: nn.Module, empty: Container[Tensor]) -> bool:
-    return all(tensor in empty for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _calls(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Callable[[], Any]]:

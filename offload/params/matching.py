@@ -8,11 +8,11 @@ equal. Names are also tried without the modules that peft has put around others.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from offload.core.errors import ConfigError, FormatError
@@ -130,12 +130,10 @@ def _misfits(
         for _, entry in found.get(tensor, ()):
             if entry.shape != tuple(tensor.shape):
                 yield f"{name} of shape {tuple(tensor.shape)}, got {entry.shape}"
-            elif entry.dtype != tensor.dtype and not _can_cast(entry.dtype, tensor.dtype):
+            elif entry.dtype != tensor.dtype and not (
+                entry.dtype.is_floating_point and tensor.dtype.is_floating_point  # it is cast
+            ):
                 yield f"{name} of {tensor.dtype}, got {entry.dtype}"
-
-
-def _can_cast(given: torch.dtype, wanted: torch.dtype) -> bool:
-    return given.is_floating_point and wanted.is_floating_point
 
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
@@ -170,10 +168,7 @@ def _are_equal(one: WeightPlace, other: WeightPlace) -> bool:
 
 
 def _tell_of_casts(found: dict[Tensor, list[WeightPlace]]) -> None:
-    casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
-    for tensor, places in found.items():
-        kinds = places[0].entry.dtype, tensor.dtype
-        casts[kinds] = casts.get(kinds, 0) + 1
+    casts = Counter((places[0].entry.dtype, tensor.dtype) for tensor, places in found.items())
     for (given, wanted), count in casts.items():
         if given != wanted:
             LOG.info("weights: %d tensors are cast from %s to %s", count, given, wanted)

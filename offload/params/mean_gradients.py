@@ -186,7 +186,10 @@ class MeanGradients:
         return self._make(one)
 
     def _await_room(self, nbytes: int) -> None:
-        while self._flights and self._busy_bytes + nbytes > self.sharding.gradient_bytes:
+        """Wait for reductions in flight while the budget has no room for `nbytes` more."""
+        held = sum(one.whole.taken_bytes for one in self.sums.values() if one.whole is not None)
+        most = self.sharding.gradient_bytes - held - nbytes
+        while self._flights and sum(whole.taken_bytes for whole in self._flights.owners) > most:
             self._flights.finish_oldest()
 
     def _make(self, one: UnitSum) -> Gathered:
@@ -197,11 +200,6 @@ class MeanGradients:
         return self._gather_memory.make(
             self.sharding.partition_of(one.unit).padded_bytes, one.name, parts
         )
-
-    @property
-    def _busy_bytes(self) -> int:
-        held = sum(one.whole.taken_bytes for one in self.sums.values() if one.whole is not None)
-        return held + sum(whole.taken_bytes for whole in self._flights.owners)
 
     def visited(self, unit: Unit) -> None:
         """Note that backward has reached a unit, and reduce the units that are complete: those that

@@ -24,7 +24,7 @@ from offload.core.errors import ConfigError, OffloadError, StateError
 from offload.core.metrics import Metrics
 from offload.core.tensors import outside_inference_mode
 from offload.optim.consistency import clear_frames
-from offload.params.hooks import Interception, intercept
+from offload.params.hooks import Interception
 from offload.params.residency import Residency
 from offload.planning.unit import Unit
 from offload.storage.files import BLOCK_BYTES
@@ -55,14 +55,14 @@ class ReplacedModelMethods:
         self._device = residency.tier.device
         self._saved: tuple[Any, dict[Tensor, Tensor]] = (lambda: None, {})
         self._now = threading.local()  # .handout: of the state_dict() that runs in this thread
-        self._interceptions: list[Interception] = [intercept(model, "parameters", _own)]
+        self._interceptions = [Interception(model, "parameters", _own)]
         for module in model.modules():
             self._interceptions += [
-                intercept(module, "state_dict", self._state_dict),
-                intercept(module, "_save_to_state_dict", self._save),
-                intercept(module, "_load_from_state_dict", self._load),
-                intercept(module, "_apply", self._apply),
-                intercept(module, "__reduce_ex__", _refuse_copy),
+                Interception(module, "state_dict", self._state_dict),
+                Interception(module, "_save_to_state_dict", self._save),
+                Interception(module, "_load_from_state_dict", self._load),
+                Interception(module, "_apply", self._apply),
+                Interception(module, "__reduce_ex__", _refuse_copy),
             ]
 
     def close(self) -> None:

@@ -64,9 +64,15 @@ class Owner(Protocol):
 class OffloadedParameter(RefusingTensor, nn.Parameter):
     """A parameter whose values are in another tier."""
 
-    @classmethod
-    def _harmless(cls) -> frozenset[Any]:
-        return _harmless()
+    @staticmethod
+    @cache
+    def _harmless() -> frozenset[Any]:
+        setters = [
+            getattr(getattr(Tensor, name), change)
+            for name in ("grad", "requires_grad", "_backward_hooks")
+            for change in ("__set__", "__delete__")
+        ]
+        return harmless(_ATTRIBUTES, _METHODS) | frozenset(setters)
 
     @classmethod
     def _decide(
@@ -117,35 +123,22 @@ class GradientKeeper(Protocol):
     def put(self, param: Tensor, grad: Tensor | None) -> None: ...
 
 
-def make_placeholder(param: Tensor, owner: Owner) -> None:
+def make_placeholder(param: Tensor, owner: Owner, on_device: Tensor | None = None) -> None:
     """Make a parameter a placeholder: drop its reference to its values, whose memory is freed
     unless other code holds it. A parameter that is a placeholder already gets the new owner.
+
+    on_device: one value on the device that the parameter is used on, so that torch sees the
+    parameter on the same device at all times. Otherwise autograd would give it another node of the
+    graph, and the sum of the gradients that arrive there would be rounded differently. The owner's
+    `gradients` is a `GradientKeeper` then. None: the parameter is used on the CPU.
     """
-    if isinstance(param, OffloadedParameter):
-        setattr(param, _OWNER, owner)
-    else:
-        _become_placeholder(param, owner, placeholder_storage(param.dtype), OffloadedParameter)
-
-
-def make_device_placeholder(param: Tensor, owner: Owner, placeholder_storage: Tensor) -> None:
-    """Make a placeholder of a parameter that is used on a device.
-
-    placeholder_storage: one value on that device, so that torch sees the parameter on the same
-    device at all times. Otherwise autograd would give it another node of the graph, and the sum of
-    the gradients that arrive there would be rounded differently. The owner's `gradients` is a
-    `GradientKeeper`.
-    """
-    if type(param) is OffloadedParameter:  # a placeholder of the CPU until now
+    kind = OffloadedParameter if on_device is None else OffloadedDeviceParameter
+    if on_device is not None and type(param) is OffloadedParameter:  # of the CPU until now
         restore(param, torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape))
-    if isinstance(param, OffloadedDeviceParameter):
+    if isinstance(param, kind):
         setattr(param, _OWNER, owner)
-    else:
-        _become_placeholder(param, owner, placeholder_storage, OffloadedDeviceParameter)
-
-
-def _become_placeholder(
-    param: Tensor, owner: Owner, value: Tensor, kind: type[OffloadedParameter]
-) -> None:
+        return
+    value = placeholder_storage(param.dtype) if on_device is None else on_device
     setattr(param, _VALUES, type(param))
     setattr(param, _OWNER, owner)
     param.data = value.expand(param.shape)
@@ -203,16 +196,6 @@ def _owner(param: Tensor) -> Owner:
 
 
 @cache
-def _harmless() -> frozenset[Any]:
-    setters = [
-        getattr(getattr(Tensor, name), change)
-        for name in ("grad", "requires_grad", "_backward_hooks")
-        for change in ("__set__", "__delete__")
-    ]
-    return harmless(_ATTRIBUTES, _METHODS) | frozenset(setters)
-
-
-@cache
 def _of_gradients() -> dict[Any, Callable[..., Any]]:
     def keeper(param: Tensor) -> GradientKeeper:
         found: GradientKeeper = _owner(param).gradients  # type: ignore[attr-defined]
@@ -235,7 +218,7 @@ def _answers() -> dict[Any, Callable[..., Any]]:
         Tensor.device.__get__: lambda param, _=None: _owner(param).device,
         Tensor.stride: _stride,
         Tensor.is_contiguous: lambda param, **_: True,
-        Tensor.get_device: lambda param: _index(_owner(param).device),
+        Tensor.get_device: _device_index,
         Tensor.__repr__: _describe,
         Tensor.__str__: _describe,
         Tensor.__format__: _describe,
@@ -257,7 +240,8 @@ def _is_on(kind: str, param: Tensor, _: object = None) -> bool:
     return _owner(param).device.type == kind
 
 
-def _index(device: torch.device) -> int:
+def _device_index(param: Tensor) -> int:
+    device = _owner(param).device
     return -1 if device.type == "cpu" else (device.index or 0)
 
 

@@ -48,11 +48,7 @@ from offload.planning.training import TrainingPlan, plan_training
 from offload.planning.tuning import choose
 from offload.planning.unit import Unit, UnitSizes, on_device_bytes
 
-_UNBUILT = (
-    "param_dtype",
-    "state_dtype",
-    "release_grads",
-)
+_UNBUILT = ("param_dtype", "state_dtype", "release_grads")
 
 
 class PreparePlan:

@@ -421,18 +421,9 @@ class Prepared:
         self._taken = []
         if self.buffers is not None:
             self.buffers.return_to_model()
-        if self.transfer is not None:
-            self.transfer.close()
-        self.buffers = self.transfer = None
-        for store in (self.store, self._spare):
-            if store is not None:
-                store.close()
-        if self._start is not None:
-            self._start.close()
-            self._start = None
-        for pool in (self.pool, self.state_pool):
-            if pool is not None:
-                pool.close()
+        opened = self.transfer, self.store, self._spare, self._start, self.pool, self.state_pool
+        for each in (*opened, self.ranks):  # the store's engine reads the start's files
+            if each is not None:
+                each.close()
+        self.buffers = self.transfer = self._start = None
         self.store = self._spare = self.pool = self.state_pool = None
-        if self.ranks is not None:
-            self.ranks.close()

@@ -132,20 +132,15 @@ class PreparedCoordinator(StepCoordinator):
                     for number, each in slices.items()
                 }
             )
-            gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
+            spilled, units = self._prepare_plan.spill.params, self._prepare_plan.spilled_units
+            sizes = {  # bytes per element of each parameter whose gradient is spilled
+                record.number: record.dtype.itemsize
+                for record in records
+                if record.param in spilled or record.unit in units
+            }
+            gradients.area.divide(slot_bytes(plan.chunks, sizes))
             staging = SpilledGradientReader(gradients.area, firsts)
         return BlockStaging(residency, places, staging, firsts)
-
-    def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
-        """Return the bytes per element of each parameter whose gradient is spilled, by record
-        number.
-        """
-        spilled, units = self._prepare_plan.spill.params, self._prepare_plan.spilled_units
-        return {
-            record.number: record.dtype.itemsize
-            for record in records
-            if record.param in spilled or record.unit in units
-        }
 
     def no_sync(self) -> AbstractContextManager[None]:
         return no_sync(self._engine)
@@ -235,15 +230,11 @@ class UnitGatherer:
         self._ranks, self._sharding = ranks, sharding
         numbers = {record.param: record.number for record in records}
         self._places: dict[int, tuple[Unit, Member]] = {}
-        self._groups: list[list[int]] = []
+        self.groups: list[list[int]] = []
         for unit in units:
             held = {numbers[m.param]: (unit, m) for m in unit.members if m.param in numbers}
             self._places.update(held)
-            self._groups.append(list(held))
-
-    @property
-    def groups(self) -> Sequence[Sequence[int]]:
-        return self._groups
+            self.groups.append(list(held))
 
     def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
         ranks, (unit, first) = self._ranks, self._places[next(iter(own))]

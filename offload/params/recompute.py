@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.core.errors import StateError
 from offload.core.metrics import Metrics
 from offload.params.draws import Draw, draw_from, drawing_again, draws_of, is_default
-from offload.params.hooks import Interception, intercept
+from offload.params.hooks import Interception
 from offload.params.model_methods import buffers_of
 from offload.params.units import large_layers
 from offload.planning.unit import Unit, enclosing
@@ -81,12 +81,10 @@ class Recompute:
         compares: bool = True,
         saving: Saving = nullcontext,
     ) -> None:
-        self._compares = compares
-        self._saving = saving
-        self._generations_of = generations_of
-        self._metrics = metrics
-        self._interceptions: list[Interception] = [
-            intercept(module, "forward", partial(self._forward, _RecomputedLayer(units)))
+        self.compares, self.saving = compares, saving
+        self.generations_of, self.metrics = generations_of, metrics
+        self._interceptions = [
+            Interception(module, "forward", partial(self._forward, _RecomputedLayer(units)))
             for module, units in layers.items()
         ]
 
@@ -102,15 +100,14 @@ class Recompute:
             return original(*args, **kwargs)
         values = (*args, *kwargs.values())
         if any(map(_is_cache, values)):
-            self._metrics.fall_back(
+            self.metrics.fall_back(
                 "recomputation of activations",
                 f"{layer.name} is given a cache, which a second run would fill twice; what it "
                 "makes is kept; set model.config.use_cache = False for training",
             )
             return original(*args, **kwargs)
-        run = _LayerRun(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
-        run.saving = self._saving
-        run.is_compared = self._compares and layer.is_due()
+        run = _LayerRun(self, layer, module, original, tuple(kwargs))
+        run.is_compared = self.compares and layer.is_due()
         # Keyword arguments are passed as positional ones, so that torch handles the tensors among
         # them. A second run that is compared must reach its output: no early stop.
         return checkpoint(run, *values, use_reentrant=False, early_stop=not run.is_compared)
@@ -125,13 +122,11 @@ class Recompute:
 class _LayerRun:
     """A run of a layer in forward, which each backward pass repeats."""
 
+    owner: Recompute
     layer: _RecomputedLayer
     module: nn.Module
     original: Callable[..., Any]
     keywords: tuple[str, ...]
-    generations_of: GenerationsOf
-    metrics: Metrics
-    saving: Saving = nullcontext
     generations: tuple[int, ...] | None = None  # None: has not run yet
     buffers: list[_ModuleBuffer] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
@@ -142,7 +137,7 @@ class _LayerRun:
         number = len(values) - len(self.keywords)
         named = dict(zip(self.keywords, values[number:], strict=True))
         call = partial(self.original, *values[:number], **named)
-        with self.saving():
+        with self.owner.saving():
             return self._first(call) if self.generations is None else self._again(call)
 
     def _first(self, call: Callable[[], Any]) -> Any:
@@ -158,7 +153,7 @@ class _LayerRun:
         return output
 
     def _generations(self) -> tuple[int, ...]:
-        return tuple(number for u in self.layer.units for number in self.generations_of(u))
+        return tuple(number for u in self.layer.units for number in self.owner.generations_of(u))
 
     def _probe(self, call: Callable[[], Any]) -> Any:
         with _Probe(type(self)._probe.__code__) as probe:
@@ -169,7 +164,7 @@ class _LayerRun:
         self.draws += [draw for draw in probe.draws if id(draw.owner) not in known]
         if probe.has_found:
             self.layer.is_let_alone = True
-            self.metrics.count("layers_that_recompute_themselves")
+            self.owner.metrics.count("layers_that_recompute_themselves")
         return output
 
     def _again(self, call: Callable[[], Any]) -> Any:
@@ -199,7 +194,7 @@ class _LayerRun:
         )
         if all(tensor.is_cpu for tensor in _tensors(output)):
             raise StateError(told)
-        self.metrics.fall_back("recomputation of activations", told)
+        self.owner.metrics.fall_back("recomputation of activations", told)
 
 
 @dataclass(eq=False)

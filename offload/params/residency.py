@@ -214,13 +214,9 @@ class Residency:
         """
         places: list[tuple[Member, Outgoing]] = []
         for member, values in block.views(memory):
-            original_device = self.original_device_of(member.param)
-            is_host = original_device.type == "cpu"
-            place = (
-                make(values)
-                if is_host
-                else InMemory(torch.empty_like(values, device=original_device))
-            )
+            device = self.original_device_of(member.param)
+            is_host = device.type == "cpu"
+            place = make(values) if is_host else InMemory(torch.empty_like(values, device=device))
             place.fill(values)
             places.append((member, place))
         for _, place in places:

@@ -21,7 +21,6 @@ from torch import Tensor
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
 from offload.core.tensors import found_in, name_of_function
-from offload.distributed import Ranks
 from offload.optim.gradient_handle import Answers, GradientHandle, answers_for
 from offload.optim.gradient_source import Gradient, GradientEdit
 from offload.params.gradients import check_like
@@ -197,14 +196,11 @@ class ShardOfGradient:
 
     def __init__(self, owner: ShardedGradients, one: UnitSum, param: Tensor) -> None:
         self._owner, self._sum, self._param = owner, one, param
+        self.ranks = owner.ranks
 
     @property
     def name(self) -> str:
         return self._owner.name_of(self._param)
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._owner.ranks
 
     @property
     def answers(self) -> Answers:

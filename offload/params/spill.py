@@ -83,7 +83,7 @@ class _Writing:
 class SpillArea:
     """A staging buffer, and room in a store, for the spilled gradients of one model. memory: the
     staging buffer, which slots divide into whole pages. room_bytes: the limit of what all gradients
-    take of the store.
+    take of the store. params: those whose whole gradients are spilled.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class SpillArea:
         memory: Tensor,
         room_bytes: int,
         metrics: Metrics,
+        params: frozenset[Tensor] = frozenset(),
     ) -> None:
-        self.store, self.metrics = store, metrics
+        self.store, self.metrics, self.params = store, metrics, params
         self.lock = threading.RLock()
         self.wants_norms = False  # the user's code has asked for a norm
         self.wants_squares = False  # the update has asked for sums of squares

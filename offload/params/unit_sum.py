@@ -55,10 +55,12 @@ class UnitSum:
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
         """Cut a spilled shard at the bounds by which the update will read it."""
         if self.area is not None:
-            cuts = []
-            for param in self.members:
-                at = self._begin_of(param)
-                cuts += [at + each for pair in slices.get(param, ()) for each in pair]
+            cuts = [
+                self._begin_of(param) + each
+                for param in self.members
+                for pair in slices.get(param, ())
+                for each in pair
+            ]
             self.area.cut(self.unit.number, self.like.numel(), cuts)
 
     def _begin_of(self, param: Tensor) -> int:

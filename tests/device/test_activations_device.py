@@ -99,7 +99,7 @@ def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
         del loss
         gc.collect()
         made._take_in_ended()
-        assert not made._away_numbers and made._held_bytes == 0
+        assert not made._away and made._held_bytes == 0
         counts = made._metrics.snapshot().counts
         assert ("disk_written_bytes" in counts) is (pieces == 6)
         assert is_empty(outside)

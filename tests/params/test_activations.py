@@ -85,7 +85,7 @@ def nothing_is_outside(made: Prepared) -> bool:
     assert found is not None
     gc.collect()
     found._take_in_ended()
-    assert found._held_bytes == found._going_bytes == 0 and not found._away_numbers
+    assert found._held_bytes == found._going_bytes == 0 and not found._away
     store = found._activation_store._store  # type: ignore[attr-defined]
     return is_empty(store)
 

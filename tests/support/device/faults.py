@@ -96,8 +96,8 @@ OF_MODELS = [
         never(at("params.copies", "Copies.forget").condition("is_attached")),
     ),
     Fault("no flip back", dropped(_DETACH.call("hide"))),
-    Fault("a lost edit", becomes(_DETACH.comparison("_versions").right(), "_versions(block)")),
-    Fault("other memory is lost", never(_DETACH.operand("_is_in_place"))),
+    Fault("a lost edit", becomes(_DETACH.comparison("_versions").right(), "block.version_now")),
+    Fault("other memory is lost", never(_DETACH.operand("strangers"))),
     Fault(
         "a sum of what has not come",
         dropped(at("core.in_flight", "InFlight.finish_oldest").call("_wait")),
@@ -159,10 +159,8 @@ OF_MODELS = [
     Fault(
         "gradients are not seen",
         becomes(
-            at("params.placeholder", "make_device_placeholder")
-            .call("_become_placeholder")
-            .argument(4),
-            "OffloadedParameter",
+            at("params.placeholder", "make_placeholder").condition("on_device", 1, of=3),
+            "True",
         ),
     ),
     Fault(
