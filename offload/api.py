@@ -163,7 +163,7 @@ def close(prepared: Any) -> None:
     if made is not None:
         made.close()
     elif isinstance(prepared, torch.optim.Optimizer) and is_wrapped(prepared):
-        prepared.close()  # type: ignore[attr-defined]
+        prepared.close()
     elif not isinstance(prepared, nn.Module | torch.optim.Optimizer):
         raise ConfigError(f"close: expected a model or an optimizer, got {type(prepared).__name__}")
 

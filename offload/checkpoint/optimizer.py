@@ -31,11 +31,10 @@ from offload.checkpoint.tensors import (
 )
 from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
+from offload.core.tensors import is_row_major
 from offload.distributed import is_sharded, like
 from offload.optim import Session, is_wrapped
 from offload.optim.export import ParamOptimizerState
-from offload.optim.flat import is_row_major
-from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
 from offload.optim.saver import Saver
 from offload.optim.source import FieldSource, whole
@@ -64,8 +63,8 @@ class OptimizerContents:
         a parameter whose value would not be saved.
         """
         self.optimizer = innermost(optimizer)
-        is_ours = is_wrapped(self.optimizer)
-        self.session: Session | None = session_of(self.optimizer) if is_ours else None
+        found = self.optimizer
+        self.session: Session | None = found._offload_session if is_wrapped(found) else None
         self.params: list[Tensor] = [
             param for group in self.optimizer.param_groups for param in group["params"]
         ]
@@ -346,7 +345,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     # Lightning's view of a wrapped optimizer is wrapped, too.
-    return session_of(found).optimizer if is_wrapped(found) else found
+    return found._offload_session.optimizer if is_wrapped(found) else found
 
 
 def _names(

@@ -43,7 +43,6 @@ from offload.core.locks import Flag, steadfast, uninterrupted
 from offload.core.log import LOG
 from offload.core.ticket import Ticket, TicketState
 from offload.optim import is_wrapped
-from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
 from offload.params.prepared import Prepared
 
@@ -384,7 +383,7 @@ def process_group_of(optimizer: Any, keeper: Any) -> Any:
     found = innermost(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
     if found is None or not is_wrapped(found):
         return None
-    return session_of(found).config.process_group
+    return found._offload_session.config.process_group
 
 
 def check_arguments(

@@ -18,11 +18,11 @@ from offload.checkpoint.format.manifest import crc32
 from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave
 from offload.checkpoint.shard import Shards
 from offload.core.errors import ConfigError, FormatError
+from offload.core.tensors import is_dense, is_row_major
 from offload.distributed import is_sharded, local_of, rows_of
 from offload.optim.export import ParamOptimizerState
-from offload.optim.flat import is_dense, is_row_major
 from offload.optim.recipe import Record
-from offload.optim.source import FieldPart, FieldSource, as_bytes, own_range
+from offload.optim.source import FieldPart, FieldSource, as_bytes
 from offload.planning.layout import ELEMENT_BYTES
 from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import TensorSpec
@@ -281,7 +281,7 @@ class StridedState:
 
     def _part(self, number: int, field: str) -> FieldPart:
         if (number, field) not in self._parts:
-            own = own_range(self._records[number, field])
+            own = self._records[number, field].own_range
             self._parts[number, field] = FieldPart.empty(*own)
         return self._parts[number, field]
 

@@ -16,11 +16,10 @@ from offload.distributed.group import (
     connections_of,
     deadline_of,
     default_store,
-    is_connected,
-    is_initialised,
     members_of,
     name_for,
     place_of,
+    world_size,
 )
 from offload.distributed.placing import (
     DTensorPlacement,
@@ -53,8 +52,6 @@ __all__ = [
     "deadline_of",
     "default_store",
     "each_by_consensus",
-    "is_connected",
-    "is_initialised",
     "is_sharded",
     "like",
     "local_of",
@@ -67,4 +64,5 @@ __all__ = [
     "rows_of",
     "sum_over_meshes",
     "told_checksum",
+    "world_size",
 ]

@@ -22,14 +22,11 @@ _NOT_IN_IT = (
 )
 
 
-def is_initialised() -> bool:
-    """Return whether `torch.distributed` is initialised, be it with this process alone."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def is_connected() -> bool:
-    """Return whether this process belongs to a group of several."""
-    return is_initialised() and dist.get_world_size() > 1
+def world_size() -> int:
+    """Return how many processes `torch.distributed` connects, this one included; 0: it is not
+    initialised.
+    """
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def place_of(process_group: Any) -> tuple[int, int] | None:
@@ -37,7 +34,7 @@ def place_of(process_group: Any) -> tuple[int, int] | None:
     alone, or `process_group` is False. Refuse an argument that is no group, or a group without this
     rank. Does not communicate.
     """
-    if process_group is False or not is_connected():
+    if process_group is False or world_size() < 2:
         if process_group:
             raise ConfigError(
                 "process_group: torch.distributed is not initialised, or has one process; call "
@@ -83,7 +80,7 @@ def members_of(process_group: Any) -> Members | None:
     """Return the members of a group (None: the default group). The result is None if this process
     is alone or not in the group, or if `process_group` is False.
     """
-    if process_group is False or not is_connected():
+    if process_group is False or world_size() < 2:
         return None
     ranks = dist.get_process_group_ranks(process_group)
     rank = dist.get_rank(process_group)

@@ -45,7 +45,6 @@ from offload.core.errors import ConfigError, StateError
 from offload.core.log import LOG
 from offload.distributed.side_channel import SharedFlag
 from offload.optim import is_wrapped
-from offload.optim.optimizer import session_of
 from offload.params.prepared import prepared_of
 
 GOES_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})  # after these, training goes on
@@ -194,7 +193,7 @@ class save_on_signal:
         except Exception as error:
             _tell(f"{name}: nothing was saved: {error}")
             if asked is SaveRequest.SAVE and is_wrapped(self._inner):
-                session_of(self._inner).metrics.note(f"save on {name}", f"failed: {error}")
+                self._inner._offload_session.metrics.note(f"save on {name}", f"failed: {error}")
         if asked is SaveRequest.END:
             raise SystemExit(128 + number)
 

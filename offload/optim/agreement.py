@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from offload import kernels
+from offload.core.tensors import flat
 from offload.distributed import SAME, checksum_of, told_checksum
-from offload.optim.flat import flat
 from offload.optim.recipe import Record
 
 VALUES = "the values of"

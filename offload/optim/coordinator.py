@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from offload import kernels
 from offload.core.budget import HOST
 from offload.core.config import Config
 from offload.core.errors import OffloadError, StateError
@@ -58,12 +57,8 @@ class PendingStep:
     stepping: list[Record]
     before: list[float]  # the step counts of `stepping` before this step
     squares: Mapping[int, Sequence[float]] | None
-    sum_squares: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.squares is not None:
-            sums = [one for each in self.squares.values() for one in each]
-            self.sum_squares = kernels.GradStats.of(sums).sum_squares
+    sum_squares: float | None
+    scale: float = 1.0  # what gradients are multiplied by, to clip their norm
 
     def undo(self) -> None:
         for record, step in zip(self.stepping, self.before, strict=True):

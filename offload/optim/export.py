@@ -21,7 +21,7 @@ from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.distributed import like, local_of
 from offload.optim.recipe import Record
-from offload.optim.source import FieldPart, KeptField, own_range
+from offload.optim.source import FieldPart, KeptField
 from offload.planning.layout import ELEMENT_BYTES, MASTER, Chunk
 from offload.storage.disk import DiskStore
 from offload.storage.files import BLOCK_BYTES
@@ -143,7 +143,7 @@ def _complete(
     after the other.
     """
     own = {
-        number: {field: FieldPart.empty(*own_range(records[number])) for field in each}
+        number: {field: FieldPart.empty(*records[number].own_range) for field in each}
         for number, each in places.items()
     }
     origin.copy_out(own)
@@ -284,7 +284,7 @@ class KeptOptimizerState:
     def in_memory(cls, origin: OptimizerStateHolder) -> KeptOptimizerState:
         held = origin.held()
         parts = {
-            h.record.number: {field: FieldPart.empty(*own_range(h.record)) for field in h.fields}
+            h.record.number: {field: FieldPart.empty(*h.record.own_range) for field in h.fields}
             for h in held
         }
         origin.copy_out(parts)
@@ -349,7 +349,7 @@ class KeptOptimizerState:
         for held in self._held:
             record = held.record
             for field, target in targets.get(record.number, {}).items():
-                for begin, end in _pieces(*own_range(record)):
+                for begin, end in _pieces(*record.own_range):
                     values = torch.empty(end - begin, dtype=torch.float32, device="cpu")
                     self._parts[record.number][field].read_into(begin, values)
                     target.write(begin, values)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from offload.core.metrics import Metrics
+from offload.core.tensors import flat, in_order_of
 from offload.device import DeviceTransfer, Mark
-from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, HostSum, StagedSums, equal_parts
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError
-from offload.core.tensors import RefusingTensor, found_in, harmless, holders
+from offload.core.tensors import RefusingTensor, found_in, harmless, holders, in_order_of
 from offload.distributed import local_of, placing_of
-from offload.optim.flat import in_order_of
 from offload.optim.gradient_source import Gradient, GradientEdit, GradientSource
 from offload.optim.recipe import Record
 
@@ -160,14 +159,15 @@ def gradient_of(record: Record) -> Gradient:
     assert given is not None
     if isinstance(given, GradientHandle):
         return given.input  # has the parameter's own shape and dtype
-    placing = placing_of(given)
+    placing, grad = None, given
+    if hasattr(given, "_local_tensor"):  # as DTensors have
+        placing, grad = placing_of(given), local_of(given)
     if placing != record.placing:
         raise ConfigError(
             f"{record.name}: expected a gradient that is {record.placing or 'an ordinary tensor'}, "
             f"got {placing or 'an ordinary tensor'}; give it the parameter's own, by "
             "p.grad = p.grad.redistribute(placements=p.placements), say"
         )
-    grad = local_of(given)
     if grad.layout != torch.strided:
         raise ConfigError(
             f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import ref
 
 import torch
@@ -23,8 +23,6 @@ from offload.core.log import LOG
 from offload.core.tensors import outside_inference_mode
 from offload.optim.consistency import LOAD
 from offload.optim.session import Session
-
-_SESSION = "_offload_session"
 
 
 class WrappedOptimizerState(defaultdict[Any, Any]):
@@ -50,14 +48,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     `offload.wrap` makes one.
     """
 
+    _offload_session: Session
+
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm before clipping, of the last step with `max_grad_norm`."""
-        return session_of(self).grad_norm
+        return self._offload_session.grad_norm
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss, session = None, session_of(self)
+        loss, session = None, self._offload_session
         if session.coordinator.scaler_refusal is not None:
             self._refuse_scaler(session.coordinator.scaler_refusal)
         if closure is not None:
@@ -85,7 +85,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Keep gradients with their parameters while the block runs. They are averaged over ranks
         once, with those of the next backward pass outside of the block. Does nothing without ranks.
         """
-        return session_of(self).coordinator.no_sync()
+        return self._offload_session.coordinator.no_sync()
 
     @uninterrupted
     @outside_inference_mode
@@ -94,7 +94,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         moved to host memory.
         """
         super().zero_grad(set_to_none)
-        session_of(self).coordinator.zero_grad(set_to_none)
+        coordinator = self._offload_session.coordinator
+        if coordinator.owner is None:  # a prepared model has no gradients beside its parameters'
+            coordinator.zero_grad(set_to_none)
 
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         parameters. Tensors are copies; state that does not fit in host memory is in a memory-mapped
         file without a name. Among ranks all of them call it, and each gets the whole state. Blocks.
         """
-        session = session_of(self)
+        session = self._offload_session
         with session.access.act("state_dict"):
             exported = session.export()
             try:
@@ -120,7 +122,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         `ValueError`, nothing has changed. It mends an optimizer whose last step or load failed in
         its middle.
         """
-        session = session_of(self)
+        session = self._offload_session
         taken: dict[int, Mapping[str, Any]] = {}
 
         def take(_: object, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -140,7 +142,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @outside_inference_mode
     def __setstate__(self, state: dict[str, Any]) -> None:
-        session = session_of(self)
+        session = self._offload_session
         if session.incoming is None:
             super().__setstate__(state)
             return
@@ -159,7 +161,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as the plain optimizer does, and make a new plan for all groups."""
-        session = session_of(self)
+        session = self._offload_session
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]  # may be a generator, which can be read only once
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -185,10 +187,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ranks all of them call it, and each gets the whole state. After a step that failed in its
         middle, or once the other ranks are lost, the plain optimizer has no state. Idempotent.
         """
-        session: Session | None = getattr(self, _SESSION, None)
+        session: Session | None = getattr(self, "_offload_session", None)
         if session is not None:
             with session.access.act("close"):
-                detach(session.optimizer)  # Lightning's view of it inherits this method
+                detach(session)  # Lightning's view of it inherits this method
             if session.coordinator.owner is not None:
                 session.coordinator.owner.ended()
 
@@ -198,7 +200,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __exit__(self, kind: object, *rest: object) -> None:
         if not isinstance(self, OffloadOptimizer):
             return
-        session = session_of(self)
+        session = self._offload_session
         ranks = session.coordinator.ranks
         if kind is not None and ranks is not None:
             ranks.close()  # the other ranks may not get here: do not wait for them
@@ -215,25 +217,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
 
-def session_of(optimizer: torch.optim.Optimizer) -> Session:
-    """Return the session of a wrapped optimizer."""
-    session: Session = getattr(optimizer, _SESSION)
-    return session
-
-
 @cache
 def _offloaded(base: Any) -> type[OffloadOptimizer]:
     return type(f"Offload{base.__name__}", (OffloadOptimizer, base), {"__doc__": base.__doc__})
 
 
-def is_wrapped(optimizer: object) -> bool:
+def is_wrapped(optimizer: object) -> TypeGuard[OffloadOptimizer]:
     return isinstance(optimizer, OffloadOptimizer)
 
 
 @uninterrupted
 def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Wrap the optimizer: change its class. Its state must be in the session already."""
-    setattr(optimizer, _SESSION, session)
+    optimizer._offload_session = session  # type: ignore[attr-defined]
     optimizer.state.clear()
     optimizer.state = WrappedOptimizerState(session, optimizer.state)
     # With False a GradScaler unscales by itself and skips the step: our step reads no scale.
@@ -247,13 +243,13 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     _change_class(optimizer, _offloaded(base))
 
 
-def detach(optimizer: torch.optim.Optimizer) -> None:
+def detach(session: Session) -> None:
     """Unwrap the optimizer: change its class back and put its state where torch expects it. If the
     export of the state raises, the optimizer stays wrapped and nothing is lost.
     """
-    session = session_of(optimizer)
+    optimizer: Any = session.optimizer
     state = session.export_plain()  # if it raises, nothing is lost: still wrapped
-    held: Any = optimizer.state
+    held = optimizer.state
     held.update(state)
     try:
         with steadfast:
@@ -262,13 +258,13 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state = getattr(held, "plain", held)  # user code may have set another `state`
         optimizer.state.update(held)
         _change_class(optimizer, type(optimizer).__mro__[2])
-        delattr(optimizer, _SESSION)
+        del optimizer._offload_session
         if not hasattr(optimizer, "close"):
-            optimizer.close = _nothing_to_close  # type: ignore[attr-defined]
+            optimizer.close = _nothing_to_close
         if session.supported_scaling is None:
             delattr(optimizer, "_step_supports_amp_scaling")
         else:
-            optimizer._step_supports_amp_scaling = session.supported_scaling  # type: ignore[attr-defined]
+            optimizer._step_supports_amp_scaling = session.supported_scaling
     LOG.debug("%s is closed", type(optimizer).__name__)
 
 

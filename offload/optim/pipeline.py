@@ -75,10 +75,10 @@ class Pipeline:
         """
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
-        chunks = sorted(chunks, key=lambda chunk: not self._tiers.is_unwritten(chunk))
-        unwritten = {piece.chunk.number for piece in self._tiers.unwritten}
-        for chunk in self._staging_buffers.in_order(chunks, unwritten):
-            is_at_hand = self._tiers.is_resident(chunk) and not self._staging_buffers.needs(chunk)
+        resident, unwritten = self._tiers.resident, self._tiers.unwritten
+        chunks = sorted(chunks, key=lambda chunk: chunk.number not in unwritten)
+        for chunk in self._staging_buffers.in_order(chunks, unwritten.keys()):
+            is_at_hand = chunk.number in resident and not self._staging_buffers.needs(chunk)
             (at_hand if is_at_hand else to_fetch).append(chunk)
         try:
             self._make_room(to_fetch)
@@ -88,7 +88,7 @@ class Pipeline:
                 if self._coming and (self._coming[0].done or not at_hand):
                     self._finish_one(act)
                 elif at_hand:
-                    self._work(act, self._tiers.resident(at_hand.popleft()), None)
+                    self._work(act, resident[at_hand.popleft().number], None)
                 else:
                     self._settle_oldest()
             while self._going:
@@ -103,8 +103,9 @@ class Pipeline:
         at the head of the pass stay in their buffers.
         """
         turns = {chunk.number: turn for turn, chunk in enumerate(to_fetch)}
-        first = {chunk.number for chunk in takewhile(self._tiers.is_unwritten, to_fetch)}
-        later = [piece for piece in self._tiers.unwritten if piece.chunk.number not in first]
+        unwritten = self._tiers.unwritten
+        first = set(takewhile(unwritten.__contains__, turns))
+        later = [piece for number, piece in unwritten.items() if number not in first]
         later.sort(key=lambda piece: turns.get(piece.chunk.number, len(turns)))
         stay = self._tiers.plan.buffers // 2
         self._reads_left = sum(map(self._tiers.needs_buffer, to_fetch))
@@ -124,47 +125,46 @@ class Pipeline:
         without another write.
         """
         moving = sum(not flight.stays for flight in self._going)
-        return self._reads_left > self._tiers.free_buffers + moving
+        return self._reads_left > len(self._tiers.free) + moving
 
     def _fetch_ahead(self, to_fetch: deque[Chunk]) -> None:
         while self._going and self._going[0].done:
             self._settle_oldest()
         while to_fetch and self._has_room(to_fetch[0]):
-            self._coming.append(self._fetch(to_fetch.popleft()))
+            chunk = to_fetch.popleft()
+            piece, ticket = self._tiers.resident.get(chunk.number), None
+            is_resident = piece is not None
+            if piece is None:
+                self._reads_left -= self._tiers.needs_buffer(chunk)
+                piece, ticket = self._tiers.read(chunk)
+            is_staged = self._staging_buffers.needs(chunk)
+            staging_buffer = self._staging_buffers.take(chunk) if is_staged else None
+            self._coming.append(_InFlightChunk(piece, is_resident, staging_buffer, ticket))
 
     def _has_room(self, chunk: Chunk) -> bool:
-        if self._tiers.needs_buffer(chunk) and not self._tiers.free_buffers:
+        if self._tiers.needs_buffer(chunk) and not self._tiers.free:
             return False
-        if self._tiers.is_unwritten(chunk) and any(f.piece.chunk is chunk for f in self._going):
+        is_unwritten = chunk.number in self._tiers.unwritten
+        if is_unwritten and any(flight.piece.chunk is chunk for flight in self._going):
             return False  # it is being written
         if not self._staging_buffers.needs(chunk):
             return True
         # Wait for a staging buffer that is in flight elsewhere only when there is nothing to do.
         return self._staging_buffers.has_place(chunk, may_wait=not self._coming)
 
-    def _fetch(self, chunk: Chunk) -> _InFlightChunk:
-        is_resident = self._tiers.is_resident(chunk)
-        if is_resident:
-            piece, ticket = self._tiers.resident(chunk), None
-        else:
-            self._reads_left -= self._tiers.needs_buffer(chunk)
-            piece, ticket = self._tiers.read(chunk)
-        is_staged = self._staging_buffers.needs(chunk)
-        staging_buffer = self._staging_buffers.take(chunk) if is_staged else None
-        return _InFlightChunk(piece, is_resident, staging_buffer, ticket)
-
     def _finish_one(self, act: Act) -> None:
         """Wait for the oldest fetch, work on its chunk, begin its write and upload."""
         flight = self._coming[0]
+        number = flight.piece.chunk.number
         self._wait(flight, "disk read")
         changed = self._work(act, flight.piece, flight.staging_buffer)
         if changed and not flight.stays:
-            self._tiers.change(flight.piece)
+            self._tiers.unwritten[number] = flight.piece  # until `give_back`
         must_go = self._needs_more_buffers
-        flight.stays |= self._tiers.is_unwritten(flight.piece.chunk)  # until it is being written
+        flight.stays |= number in self._tiers.unwritten  # until it is being written
         self._going.append(flight)
         self._coming.popleft()
-        if must_go and self._tiers.is_unwritten(flight.piece.chunk):
+        if must_go and number in self._tiers.unwritten:
             flight.disk = self._tiers.write(flight.piece)
             flight.stays = False
         if flight.staging_buffer is not None:
@@ -202,11 +202,12 @@ class Pipeline:
         """
         for flight in self._coming:
             self._end(flight)
-            flight.stays |= self._tiers.is_unwritten(flight.piece.chunk)
+            flight.stays |= flight.piece.chunk.number in self._tiers.unwritten
             if flight not in self._going:
                 self._let_go(flight)
         for flight in self._going:
-            flight.stays |= not self._end(flight) and self._tiers.is_unwritten(flight.piece.chunk)
+            is_unwritten = flight.piece.chunk.number in self._tiers.unwritten
+            flight.stays |= not self._end(flight) and is_unwritten
             self._let_go(flight)
         self._coming.clear()
         self._going.clear()

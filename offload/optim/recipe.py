@@ -16,9 +16,9 @@ from torch import Tensor
 
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
+from offload.core.tensors import is_same_order
 from offload.distributed import local_of, placing_of
 from offload.kernels import reference, rules
-from offload.optim.flat import is_same_order
 from offload.planning.layout import MASTER
 from offload.storage.engine import KnownSums
 
@@ -50,30 +50,25 @@ class Record:
 
     def note_param(self) -> None:
         """Note the parameter as it is now; a later `model.to(...)` may change it."""
+        self.placing = placing_of(self.param)  # None: it is no DTensor
         local = self.local
         self.dtype, self.device, self.shape = local.dtype, local.device, local.shape
         self.stride = local.stride()  # chunks have the elements in the order of memory
-        self.placing = placing_of(self.param)  # None: it is no DTensor
 
     @property
     def local(self) -> Tensor:
         """The parameter, or this rank's part of a DTensor. Do not keep it: FSDP2 exchanges it."""
-        return local_of(self.param)
+        return self.param if self.placing is None else local_of(self.param)
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether the parameter has another dtype, device or memory order than the plan was made
-        for.
-        """
-        local = self.local
-        now = local.dtype, local.device, local.stride()
-        return now != (self.dtype, self.device, self.stride)
-
-    def check_unchanged(self) -> None:
+    def check_unchanged(self) -> bool:
         """Refuse the parameter if its state does not fit it any more, since it has another shape,
-        placing or, where ranks share its state, order of memory.
+        placing or, where ranks share its state, order of memory. Return whether it has the dtype,
+        device and order of memory that the plan was made for.
         """
-        local, placing = self.local, placing_of(self.param)
+        placing, local = None, self.param
+        if hasattr(local, "_local_tensor"):  # as DTensors have
+            placing, local = placing_of(self.param), local_of(self.param)
+        stride = local.stride()
         if local.shape != self.shape:
             raise ConfigError(
                 f"{self.name}: expected the shape {tuple(self.shape)} that it had when it "
@@ -85,13 +80,19 @@ class Record:
                 f"was wrapped, got {placing or 'an ordinary tensor'}; its state does not fit "
                 "any more"
             )
-        if self.own is not None and not is_same_order(self.shape, local.stride(), self.stride):
+        if self.own is not None and not is_same_order(self.shape, stride, self.stride):
             raise ConfigError(
                 f"{self.name}: expected the order of memory that it had when it was wrapped "
-                f"(strides {self.stride}), got strides {local.stride()}; each rank has a "
+                f"(strides {self.stride}), got strides {stride}; each rank has a "
                 "part of its state by that order: change it back. For another order, close() "
                 "the optimizer on all ranks before, and wrap or prepare again after"
             )
+        return (local.dtype, local.device, stride) == (self.dtype, self.device, self.stride)
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """The elements whose state belongs to this rank."""
+        return self.own or (0, self.shape.numel())
 
     @property
     def device_bytes(self) -> int:
@@ -190,7 +191,7 @@ class NativeRecipe(Recipe):
                 maximize=maximize,
                 adopt=True,
                 offset=work.begin,
-                numel=record.local.numel(),
+                numel=record.shape.numel(),
                 sums=sums,
             )
 
@@ -302,7 +303,7 @@ def _checked(work: SliceUpdate, rule: rules.Rule, scale: float) -> Iterator[None
     yield
     states = [again[name] for name in rule.states]
     state0, state1, *_ = [*states, None, None]
-    tail = work.record.local.numel() // kernels.TORCH_WIDTH * kernels.TORCH_WIDTH
+    tail = work.record.shape.numel() // kernels.TORCH_WIDTH * kernels.TORCH_WIDTH
     tensors = again["parameter"], grad, state0, state1, again.get("16-bit parameter")
     tail_begin = min(max(tail - work.begin - last.start, 0), grad.numel())
     buffers = reference.Buffers.of(tensors, scale, tail_begin, adopt=work.out is not None)

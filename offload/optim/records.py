@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from offload.core.config import Config
 from offload.core.errors import ConfigError
-from offload.distributed import is_initialised
+from offload.core.tensors import is_dense
+from offload.distributed import world_size
 from offload.optim.buckets import Buckets
-from offload.optim.flat import is_dense
 from offload.optim.recipe import Recipe, Record
 from offload.planning.layout import MASTER, ParamSpec
 from offload.planning.planner import Budgets, TrainingFacts
@@ -94,7 +94,7 @@ def facts_of(
 
 def check_grad_buffers(config: Config, plan: Plan) -> None:
     is_alone = not plan.has_grad_buffers and plan.ranks is None
-    if config.release_grads and is_alone and not is_initialised():
+    if config.release_grads and is_alone and not world_size():
         # A program for several ranks may be started with a single one, which has none to share
         # with.
         raise ConfigError(

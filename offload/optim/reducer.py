@@ -26,9 +26,9 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError, OffloadError, StateError
 from offload.core.in_flight import InFlight, nothing
+from offload.core.tensors import in_order_of
 from offload.optim.buckets import Bucket
 from offload.optim.exchange import Exchange, Round
-from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
 
 HAVING, LEFT = "having", "left"

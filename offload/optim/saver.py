@@ -81,7 +81,7 @@ class Saver:
         self._states: dict[int, ChunkSnapshot] = {}
         self._held = 0  # how many chunks are HELD
         # The chunks in host memory: resident ones, and those in a buffer until it is needed.
-        self._here: dict[int, HostChunk] = {piece.chunk.number: piece for piece in tiers.unwritten}
+        self._here: dict[int, HostChunk] = dict(tiers.unwritten)
         # The waiting chunks, in memory and on disk.
         self._waiting_here: dict[int, Chunk] = {}
         self._waiting_on_disk: dict[int, Chunk] = {}
@@ -100,8 +100,8 @@ class Saver:
     def _expect(self, chunk: Chunk, parts: list[Slice]) -> None:
         number = chunk.number
         self._parts[number], self._states[number] = parts, ChunkSnapshot.WAITING
-        if self._tiers.is_resident(chunk):
-            self._here[number] = self._tiers.resident(chunk)
+        if number in self._tiers.resident:
+            self._here[number] = self._tiers.resident[number]
         else:
             self._buffer_bytes = max(self._buffer_bytes, chunk.nbytes)
         waiting = self._waiting_here if number in self._here else self._waiting_on_disk

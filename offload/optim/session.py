@@ -182,16 +182,14 @@ class Session:
         if self.updater is None:
             self._open_if_closed()
         records = self.updater.records
-        for record in records:
-            record.check_unchanged()
+        as_planned = [record.check_unchanged() for record in records]
         groups = self.optimizer.param_groups
         now = [(param, group) for group in groups for param in group["params"]]
         same = len(now) == len(records) and all(
             param is record.param for (param, _), record in zip(now, records, strict=True)
         )
-        if not same or any(
-            r.has_moved or (r.is_frozen and r.param.grad is not None) for r in records
-        ):
+        thawed = any(r.is_frozen and r.param.grad is not None for r in records)
+        if not (same and all(as_planned)) or thawed:
             self.reopen()
         for record, (_, group) in zip(self.updater.records, now, strict=True):
             record.group = group  # may be another dict by now

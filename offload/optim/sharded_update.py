@@ -20,12 +20,12 @@ from torch import Tensor
 from offload.core.errors import StateError
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
+from offload.core.tensors import flat
 from offload.distributed import Ranks, check_alike
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim.agreement import VALUES, settings_sum, value_facts
 from offload.optim.buckets import Bucket, Buckets
 from offload.optim.exchange import BucketBuffer, DeviceExchange, Exchange, Gathering
-from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
 from offload.optim.source import FieldPart

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError
+from offload.core.tensors import flat, in_order_of, is_row_major, is_same_order
 from offload.distributed import local_of, part_of, placing_of
-from offload.optim.flat import flat, in_order_of, is_row_major, is_same_order
 from offload.optim.recipe import Recipe, Record
 from offload.planning.layout import MASTER, Slice
 
@@ -76,11 +76,6 @@ class KeptField:
         whole = torch.empty_strided(self.shape, self.stride, dtype=torch.float32, device="cpu")
         self.part.read_into(0, flat(whole))
         return whole
-
-
-def own_range(record: Record) -> tuple[int, int]:
-    """Return the elements whose state belongs to this rank."""
-    return record.own or (0, record.shape.numel())
 
 
 class GatheredField:

@@ -61,21 +61,25 @@ class StepStats:
         seconds |= {f"{IN_MODEL}{cause}": s for cause, s in whole.outside.items()}
         counts = dict(whole.counts)
         self.steps.append(StepFact(number, begin_s, time.perf_counter(), seconds, counts))
-        self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.events_since(begin_s)))
+        self.speeds = best_speeds(self.last, self.metrics.events_since(begin_s), self.speeds)
 
 
-def speeds_of(step: MetricsSnapshot, events: list[Event]) -> Speeds:
-    """Compute the rates of one step from its events."""
+def best_speeds(step: MetricsSnapshot, events: list[Event], before: Speeds = UNKNOWN) -> Speeds:
+    """Compute the rates of one step from its events; return the higher of each and the one before.
+    A rate that is not known does not count.
+    """
     read, written, updated = (
         step.counts.get(f"{name}_bytes", 0) for name in ("disk_read", "disk_written", "updated")
     )
     update_s = step.seconds.get("update", 0.0)
-    disk = None
+    disk, update = before.disk_bytes_per_s or 0.0, before.update_bytes_per_s or 0.0
     if read and written:
         rows = DISK_READS, DISK_WRITES
         disk_s = busy_s(event for event in events if event.row in rows)
-        disk = (read + written) / disk_s if disk_s else None
-    return Speeds(disk, updated / update_s if updated and update_s else None)
+        disk = max(disk, (read + written) / disk_s if disk_s else 0.0)
+    if updated and update_s:
+        update = max(update, updated / update_s)
+    return Speeds(disk or None, update or None)
 
 
 class StepLog:

@@ -9,7 +9,6 @@ beside it a watcher may read bytes as long as they do not change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,44 +82,30 @@ class ChunkWatcher(Protocol):
 
 
 class Tiers:
-    """The tiers of one optimizer's state: where each chunk is, its reads and its writes."""
+    """The tiers of one optimizer's state: where each chunk is, its reads and its writes.
+
+    resident: the chunks that stay in host memory, by number. unwritten: the disk chunks that are
+    dirty, whose newest bytes are in a buffer only. free: the buffers that hold no chunk.
+    """
 
     def __init__(self, plan: Plan, pool: Pool | None, store: DiskStore | None) -> None:
         self.plan = plan
         self._store: DiskStore = store  # type: ignore[assignment]  # None: no chunk is on disk
-        self._resident = {
-            chunk.number: leased(pool, chunk.nbytes, chunk.name, torch.float32).zero_()
-            for chunk in plan.chunks
-            if chunk.number in plan.resident
-        }
-        self._free = [
+        self.resident: dict[int, HostChunk] = {}
+        for chunk in plan.chunks:
+            if chunk.number in plan.resident:
+                memory = leased(pool, chunk.nbytes, chunk.name, torch.float32).zero_()
+                self.resident[chunk.number] = HostChunk(chunk, memory, memory)
+        self.free = [
             leased(pool, plan.buffer_bytes, "a buffer", torch.float32) for _ in range(plan.buffers)
         ]
         self._written: set[int] = set()  # disk chunks that have bytes on disk
-        self._unwritten: dict[int, HostChunk] = {}  # dirty: newest bytes in a buffer only
+        self.unwritten: dict[int, HostChunk] = {}
         self.watcher: ChunkWatcher | None = None
-
-    def is_resident(self, chunk: Chunk) -> bool:
-        return chunk.number in self._resident
-
-    def resident(self, chunk: Chunk) -> HostChunk:
-        memory = self._resident[chunk.number]
-        return HostChunk(chunk, memory, memory)
 
     def needs_buffer(self, chunk: Chunk) -> bool:
         """Return whether `read` takes a buffer: the chunk's newest bytes are on disk."""
-        return not (self.is_resident(chunk) or self.is_unwritten(chunk))
-
-    def is_unwritten(self, chunk: Chunk) -> bool:
-        return chunk.number in self._unwritten
-
-    @property
-    def unwritten(self) -> Sequence[HostChunk]:
-        return tuple(self._unwritten.values())
-
-    @property
-    def free_buffers(self) -> int:
-        return len(self._free)
+        return not (chunk.number in self.resident or chunk.number in self.unwritten)
 
     def read(
         self, chunk: Chunk, priority: Priority = Priority.PREFETCH
@@ -128,9 +113,9 @@ class Tiers:
         """Start a read of the disk chunk into a buffer, which holds it once the ticket is done. If
         it needs a buffer, one must be free.
         """
-        if chunk.number in self._unwritten:
-            return self._unwritten[chunk.number], Ticket.of(None, f"{chunk.name} is in its buffer")
-        whole = self._free.pop()
+        if chunk.number in self.unwritten:
+            return self.unwritten[chunk.number], Ticket.of(None, f"{chunk.name} is in its buffer")
+        whole = self.free.pop()
         sums: KnownSums = np.zeros(-(-chunk.nbytes // SUM_BYTES), dtype=np.uint64)
         piece = HostChunk(chunk, whole[: chunk.nbytes // whole.element_size()], whole, sums)
         try:
@@ -162,10 +147,6 @@ class Tiers:
         if watcher is not None:
             watcher.settle()
 
-    def change(self, piece: HostChunk) -> None:
-        """Mark the buffer's bytes as dirty: they are the chunk's newest ones until `give_back`."""
-        self._unwritten[piece.chunk.number] = piece
-
     def write(self, piece: HostChunk) -> Ticket[None]:
         """Start to write back a disk chunk; its buffer must not change before the ticket is done. A
         chunk that is not given back after that, because the write failed, say, stays in its buffer.
@@ -178,7 +159,7 @@ class Tiers:
         """Discard all bytes on disk and in buffers; disk chunks begin as zeros again."""
         self.settle()
         self._written.clear()
-        for piece in self.unwritten:
+        for piece in tuple(self.unwritten.values()):
             self.give_back(piece)
 
     def give_back(self, piece: HostChunk) -> None:
@@ -186,8 +167,8 @@ class Tiers:
         watcher = self.watcher
         if watcher is not None:
             watcher.before_release(piece)
-        self._unwritten.pop(piece.chunk.number, None)
-        self._free.append(piece.whole)
+        self.unwritten.pop(piece.chunk.number, None)
+        self.free.append(piece.whole)
 
 
 def leased(pool: Pool | None, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -183,7 +183,7 @@ class Traffic:
     def write(self, keep_going: Callable[[], bool] = always) -> StateTrafficFigures:
         """Write all chunks, without reads beside it, from as many buffers."""
         self._settle()
-        first = self.chunks[: self._tiers.free_buffers]
+        first = self.chunks[: len(self._tiers.free)]
         arriving = [self._tiers.read(chunk) for chunk in first]
         going: deque[tuple[HostChunk, Ticket[None] | None]] = deque()
         for piece, ticket in arriving:
@@ -207,7 +207,8 @@ class Traffic:
 
     def _settle(self) -> None:
         """Write back the chunks that are dirty in buffers."""
-        for piece, ticket in [(piece, self._tiers.write(piece)) for piece in self._tiers.unwritten]:
+        dirty = self._tiers.unwritten.values()
+        for piece, ticket in [(piece, self._tiers.write(piece)) for piece in dirty]:
             ticket.wait()
             self._tiers.give_back(piece)
 

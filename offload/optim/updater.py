@@ -18,10 +18,10 @@ from torch import Tensor
 from offload import kernels
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
+from offload.core.tensors import flat, in_order_of
 from offload.optim.consistency import LOAD, STEP, Consistency
 from offload.optim.coordinator import PendingStep, Resources
 from offload.optim.export import ParamOptimizerState, Targets
-from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient_handle import gradient_of
 from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.pipeline import Act, Pipeline
@@ -92,7 +92,11 @@ class Updater:
                     "again"
                 )
         with self.metrics.span("gradient norm"):
-            squares = self._squares(grads) if self._max_norm is not None else None
+            squares = sum_squares = None
+            if self._max_norm is not None:
+                squares = self._squares(grads)
+                sums = [one for each in squares.values() for one in each]
+                sum_squares = kernels.GradStats.of(sums).sum_squares
         if self._grad_buffers is not None:
             self._grad_buffers.fetch(in_memory(grads))
         pending = PendingStep(
@@ -101,6 +105,7 @@ class Updater:
             stepping=stepping,
             before=[record.step for record in stepping],
             squares=squares,
+            sum_squares=sum_squares,
         )
         try:
             for record in stepping:
@@ -113,41 +118,35 @@ class Updater:
 
     def carry_out(self, pending: PendingStep) -> None:
         """Update every parameter that has a gradient."""
-        scale = 1.0
         if pending.sum_squares is not None and self._max_norm is not None:
             self.grad_norm = math.sqrt(pending.sum_squares)
             scale = self._max_norm / (self.grad_norm + 1e-6)
-            scale = 1.0 if scale >= 1.0 else scale  # a NaN scale stays, as in torch
+            pending.scale = 1.0 if scale >= 1.0 else scale  # a NaN scale stays, as in torch
+        grads, buffers, sharded = pending.grads, self._grad_buffers, self._sharded
         try:
             for record in pending.stepping:
                 record.has_state = True
-            self._update_all(pending.grads, pending.fresh, scale)
+            if sharded is not None:
+                sharded.begin_update(grads)
+            for number in grads:
+                if number in self._without_chunk:
+                    self._update_without_chunk(pending, number)
+            self._staging_buffers.begin_step(grads, buffers.by_number if buffers else {})
+            self._pass_over(grads, partial(self._update, pending), "update", self._staging_buffers)
+            self._staging_buffers.end_step()
+            self._recipe.end_step(pending.stepping)
+            if buffers is not None:
+                buffers.end_step()
+            if sharded is not None:
+                sharded.end_update()
         except BaseException as error:
             self._consistency.lose(STEP, error, pending.stepping)
             self._break_off(error)
             raise
-        touched = ((self._touched[n], grad) for n, grad in pending.grads.items())
+        touched = ((self._touched[n], grad) for n, grad in grads.items())
         nbytes = sum(state + numel * grad.element_size() for (state, numel), grad in touched)
         self.metrics.count("updated_bytes", nbytes)
         self.metrics.count("steps")
-
-    def _update_all(self, grads: Mapping[int, Gradient], fresh: set[int], scale: float) -> None:
-        if self._sharded is not None:
-            self._sharded.begin_update(grads)
-        for number in grads:
-            if number in self._without_chunk:
-                self._update_without_chunk(number, grads[number], number in fresh, scale)
-        self._staging_buffers.begin_step(
-            grads, self._grad_buffers.by_number if self._grad_buffers else {}
-        )
-        act = partial(self._update, grads, fresh, scale)
-        self._pass_over(grads, act, "update", self._staging_buffers)
-        self._staging_buffers.end_step()
-        self._recipe.end_step([self.records[number] for number in grads])
-        if self._grad_buffers is not None:
-            self._grad_buffers.end_step()
-        if self._sharded is not None:
-            self._sharded.end_update()
 
     def _break_off(self, error: BaseException) -> None:
         try:
@@ -165,10 +164,13 @@ class Updater:
             if not isinstance(grad, Tensor):
                 sums[number] = grad.block_sums()
             elif grad.is_cpu:
-                own = self._own(number, self._in_host(number, grad))
+                if self._grad_buffers is not None and number in self._grad_buffers.by_number:
+                    grad = self._grad_buffers.settle(number)  # its copy may be in flight
+                own = self._part(grad, number, *self.records[number].own_range)
                 sums[number] = kernels.grad_stats(own).block_sums
             else:
-                norm = torch.linalg.vector_norm(self._own(number, grad), dtype=torch.float64)
+                own = self._part(grad, number, *self.records[number].own_range)
+                norm = torch.linalg.vector_norm(own, dtype=torch.float64)
                 there.setdefault(grad.device, {})[number] = norm
         for norms in there.values():
             squares = torch.stack(list(norms.values())).square()
@@ -176,27 +178,14 @@ class Updater:
             sums.update({n: (one,) for n, one in zip(norms, squares.tolist(), strict=True)})
         return sums
 
-    def _begins_at(self, record: Record) -> int:
-        """Return the parameter's element that its gradient begins with."""
-        return record.own[0] if record.own and self._grads_are_own else 0
-
-    def _own(self, number: int, values: Tensor) -> Tensor:
-        """Return this rank's elements of a gradient."""
-        record = self.records[number]
-        first, (begin, end) = self._begins_at(record), record.own or (0, values.numel())
-        return values[begin - first : end - first]
-
-    def _of_grad(self, grad: Gradient, part: Slice) -> Tensor:
-        """Return the elements of a gradient, in memory, that belong to a slice."""
+    def _part(self, grad: Gradient, number: int, begin: int, end: int) -> Tensor:
+        """Return the elements [begin, end) of a parameter from its gradient, which is in memory and
+        may begin with this rank's.
+        """
         assert isinstance(grad, Tensor), "what is cold comes over a staging buffer"
-        first = self._begins_at(self.records[part.param])
-        return grad[part.begin - first : part.end - first]
-
-    def _in_host(self, number: int, grad: Tensor) -> Tensor:
-        """Return the gradient in host memory; wait for its copy."""
-        if self._grad_buffers is not None and number in self._grad_buffers.by_number:
-            return self._grad_buffers.settle(number)
-        return grad.cpu()
+        own = self.records[number].own if self._grads_are_own else None
+        first = own[0] if own else 0
+        return grad[begin - first : end - first]
 
     def _pass_over(
         self,
@@ -216,32 +205,24 @@ class Updater:
         Pipeline(self._tiers, staging_buffers, self.metrics, doing, only_looks).run(chunks, act)
 
     def _update(
-        self,
-        grads: Mapping[int, Gradient],
-        fresh: set[int],
-        scale: float,
-        piece: HostChunk,
-        staging_buffer: StagingBuffer | None,
+        self, pending: PendingStep, piece: HostChunk, staging_buffer: StagingBuffer | None
     ) -> bool:
         if self._sharded is not None:
             # before this chunk: the last one's new values are on their way to the device
             self._sharded.advance()
         for part in piece.chunk.slices:
-            if part.param in grads:
-                record = self.records[part.param]
+            number = part.param
+            if number in pending.grads:
                 if staging_buffer is not None and part in staging_buffer.slices:
                     param, grad = staging_buffer.slices[part]
                 else:
-                    param = flat(record.local)[part.begin : part.end]
-                    grad = self._of_grad(grads[part.param], part)
+                    param = flat(self.records[number].local)[part.begin : part.end]
+                    grad = self._part(pending.grads[number], number, part.begin, part.end)
                 fields, sums = piece.fields(part), piece.sums_of(part)
-                is_fresh = record.number in fresh
-                self._update_slice(record, part, param, grad, fields, is_fresh, scale, sums)
+                self._update_slice(pending, part, param, grad, fields, sums)
         return True
 
-    def _update_without_chunk(
-        self, number: int, grad: Gradient, is_fresh: bool, scale: float
-    ) -> None:
+    def _update_without_chunk(self, pending: PendingStep, number: int) -> None:
         """Update a parameter that has no chunk: one without elements on this rank, whose step count
         advances all the same, or one in host memory without elementwise state.
         """
@@ -250,26 +231,25 @@ class Updater:
             field: torch.empty(0, dtype=torch.float32, device="cpu") for field in spec.fields
         }
         begin, end = spec.own or (0, spec.numel)
-        whole = Slice(number, begin, end, 0)
-        none = torch.empty(0, dtype=record.dtype, device="cpu")
-        here = flat(record.local)[begin:end] if end else none
-        ours = self._of_grad(grad, whole) if end else none  # the whole gradient, or nothing
-        self._update_slice(record, whole, here, ours, nothing, is_fresh, scale, {})
+        here = ours = torch.empty(0, dtype=record.dtype, device="cpu")
+        if end:  # the whole gradient, or nothing
+            here = flat(record.local)[begin:end]
+            ours = self._part(pending.grads[number], number, begin, end)
+        self._update_slice(pending, Slice(number, begin, end, 0), here, ours, nothing, {})
 
     def _update_slice(
         self,
-        record: Record,
+        pending: PendingStep,
         part: Slice,
         param: Tensor,
         grad: Tensor,
         fields: dict[str, Tensor],
-        is_fresh: bool,
-        scale: float,
         sums: Mapping[str, KnownSums],
     ) -> None:
         """Update one slice. All tensors are in host memory and have the slice's elements."""
+        record = self.records[part.param]
         master = fields.pop(MASTER, None)
-        if is_fresh:
+        if part.param in pending.fresh:
             for name, field in fields.items():
                 field.fill_(self._recipe.initial(record, name))
             if master is not None:
@@ -282,12 +262,12 @@ class Updater:
                 grad=grad,
                 states=fields,
                 out=None if master is None else param,
-                scale=scale,
+                scale=pending.scale,
                 sums=sums,
             )
         )
         if self._sharded is not None:
-            self._sharded.updated(record.number, part.end - part.begin)
+            self._sharded.updated(part.param, part.end - part.begin)
 
     # --- state in and out -------------------------------------------------------------------------
 

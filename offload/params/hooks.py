@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.core.heap import HEAP
 from offload.core.locks import steadfast, uninterrupted
-from offload.distributed import is_connected
+from offload.distributed import world_size
 from offload.planning.unit import Unit
 
 
@@ -36,7 +36,7 @@ def watch_gradients(
 
     def hook(number: int, param: Tensor) -> None:
         owner = method()
-        if owner is not None and (reduces or not is_connected()):
+        if owner is not None and (reduces or world_size() < 2):
             with uninterrupted:
                 owner(number)
             HEAP.arrived(param.nbytes if param.is_cpu else 0)

@@ -23,13 +23,6 @@ class Speeds:
     disk_bytes_per_s: float | None = None  # reads and writes together
     update_bytes_per_s: float | None = None  # of the update, over all that it reads and writes
 
-    def best(self, other: Speeds) -> Speeds:
-        """Take the higher rate of each kind; one that is not known does not count."""
-        return Speeds(
-            max(self.disk_bytes_per_s or 0.0, other.disk_bytes_per_s or 0.0) or None,
-            max(self.update_bytes_per_s or 0.0, other.update_bytes_per_s or 0.0) or None,
-        )
-
     def least_s(self, disk_bytes: int, updated_bytes: int) -> dict[str, float] | None:
         """Compute the seconds that disk and update each need at least. They run together, so a step
         takes at least the larger. None: a speed is missing, or there is nothing to do.

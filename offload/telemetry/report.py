@@ -18,7 +18,6 @@ from offload.core.errors import ConfigError
 from offload.core.metrics import MOST_EVENTS, Sample
 from offload.core.timeline import IN_MODEL, IN_STEP, Event, StepFact, whole_steps
 from offload.optim import Session, is_wrapped
-from offload.optim.optimizer import session_of
 from offload.optim.step_stats import StepStats
 from offload.params.prepared import Prepared, prepared_of
 from offload.params.trace import Trace
@@ -329,7 +328,7 @@ def _session_of(optimizer: Any) -> Session:
                 f"report: expected a wrapped optimizer or a prepared model, got "
                 f"{type(optimizer).__name__}"
             )
-    return session_of(found)
+    return found._offload_session
 
 
 # --- what a run is --------------------------------------------------------------------------------

@@ -632,7 +632,7 @@ def test_a_buffer_is_not_reused_while_it_is_written(
     write, release = Saver._write, Saver.before_release
 
     def slow(self: Saver, piece: HostChunk) -> None:
-        is_resident = self._tiers.is_resident(piece.chunk)
+        is_resident = piece.chunk.number in self._tiers.resident
         in_buffer = piece.chunk.number in self._here and not is_resident
         if in_buffer and not writing.is_set():
             writing.set()

@@ -69,7 +69,7 @@ class Counted:
     def _run(self, numbers: range, act: object) -> None:
         chunks = [self.tiers.plan.chunks[number] for number in numbers]
         Pipeline(self.tiers, self.places, self.metrics).run(chunks, act)  # type: ignore[arg-type]
-        buffers = self.tiers.free_buffers + len(self.tiers.unwritten)
+        buffers = len(self.tiers.free) + len(self.tiers.unwritten)
         assert buffers == BUFFERS, "every buffer is free, or holds the newest bytes of a chunk"
 
 
@@ -165,6 +165,6 @@ def test_a_write_that_does_not_begin_loses_nothing(
                 counted._run(numbers, lambda *_: False)
             except (KeyboardInterrupt, StoreError):
                 assert len(calls) == nth
-        buffers = counted.tiers.free_buffers + len(counted.tiers.unwritten)
+        buffers = len(counted.tiers.free) + len(counted.tiers.unwritten)
         assert buffers == BUFFERS
         counted.check()

@@ -38,7 +38,7 @@ from offload.core.timeline import (
     to_chrome,
     whole_steps,
 )
-from offload.optim.step_stats import StepLog, speeds_of
+from offload.optim.step_stats import StepLog, best_speeds
 from offload.planning import planner
 from offload.planning.limits import host_bytes
 from offload.planning.state_plan import Speeds
@@ -163,10 +163,12 @@ def test_speeds_are_bytes_over_the_time_at_work() -> None:
         metrics.event(event)
     events = metrics.events_since(10.0)
     assert [event.name for event in events] == ["step 2", "a", "a"]
-    assert speeds_of(metrics.snapshot(), events) == Speeds(400 / 4.0, 1000 / 0.5)
-    assert speeds_of(Metrics().snapshot(), [step]) == Speeds(None, None)
-    assert Speeds(1.0, None).best(Speeds(2.0, 3.0)) == Speeds(2.0, 3.0)
-    assert Speeds(2.0, 3.0).best(Speeds(1.0, None)) == Speeds(2.0, 3.0)
+    now, nothing = metrics.snapshot(), Metrics().snapshot()
+    assert best_speeds(now, events) == Speeds(400 / 4.0, 1000 / 0.5)
+    assert best_speeds(nothing, [step]) == Speeds(None, None)
+    assert best_speeds(now, events, Speeds(1.0, None)) == Speeds(400 / 4.0, 1000 / 0.5)
+    assert best_speeds(now, events, Speeds(101.0, 2001.0)) == Speeds(101.0, 2001.0)
+    assert best_speeds(nothing, [step], Speeds(2.0, None)) == Speeds(2.0, None)
 
 
 # --- for machines ---------------------------------------------------------------------------------
