@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.core.ticket import Ticket
 from offload.device import DeviceBuffer, DeviceTransfer, Mark, Moment
 from offload.distributed import DeviceLink, Ranks
+from offload.distributed.consensus import GATHER, REDUCE
 
 
 class DeviceNetwork:
@@ -46,7 +47,7 @@ class DeviceNetwork:
             buffer.spread(self._link.gather)
             return upload
 
-        return self.ranks.gather_by(act, own.nbytes, what, after)
+        return self.ranks.on_devices(GATHER, act, own.nbytes, what, after)
 
     def gather_there(
         self, whole: Tensor, load: Callable[[], None], store: Callable[[], None], what: str
@@ -68,7 +69,7 @@ class DeviceNetwork:
             self.transfer.take_thread()
             return self.transfer.across(work, after=[mark.event])
 
-        return self.ranks.gather_by(act, whole.nbytes // self.ranks.count, what)
+        return self.ranks.on_devices(GATHER, act, whole.nbytes // self.ranks.count, what)
 
     def reduce_scatter(
         self, buffer: DeviceBuffer, dtype: torch.dtype, target: Tensor, what: str
@@ -98,4 +99,4 @@ class DeviceNetwork:
             mine = whole.view(self.ranks.count, -1)[self.ranks.rank]
             return self.transfer.read(mine.view(target.shape), target, what, after=there)
 
-        return self.ranks.reduce_by(act, target.nbytes, what).then(lambda reading: reading)
+        return self.ranks.on_devices(REDUCE, act, target.nbytes, what).then(lambda reading: reading)

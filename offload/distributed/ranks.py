@@ -156,34 +156,31 @@ class Ranks:
         act = lambda _: self._reduce(own.view(-1), whole.view(-1))  # noqa: E731
         return self._start(REDUCE, own.nbytes, what, act, after)
 
-    def gather_by(
-        self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
+    def on_devices(
+        self,
+        kind: int,
+        act: Callable[[], T],
+        nbytes: int,
+        what: str,
+        after: Ticket[Any] | None = None,
     ) -> Ticket[T]:
-        """Run `act`, the all-gather of a `DeviceLink` with `nbytes` from each rank, in the order of
-        `gather`. It is called in the thread of `Ranks`, once all ranks have announced the same.
+        """Run `act`, a collective of a `DeviceLink` with `nbytes` of each rank, in the order of
+        `gather`: an all-gather (`GATHER`) or a reduce-scatter (`REDUCE`). It is called in the
+        thread of `Ranks`, once all ranks have announced the same.
         """
-        return self._start(GATHER, nbytes, what, self._counted("gather", nbytes, act), after)
+        name = DOING[kind].rstrip("s")
 
-    def reduce_by(
-        self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
-    ) -> Ticket[T]:
-        """Run `act`, the reduce-scatter of a `DeviceLink`, in the same way as `gather_by`."""
-        return self._start(REDUCE, nbytes, what, self._counted("reduce", nbytes, act), after)
-
-    def _counted(
-        self, kind: str, nbytes: int, act: Callable[[], T]
-    ) -> Callable[[Sequence[Header]], T]:
         def act_and_count(_: Sequence[Header]) -> T:
             try:
                 result = act()
             except RuntimeError as error:
                 if isinstance(error, OffloadError):
                     raise
-                raise StateError(f"this rank's device could not {kind}: {error}") from error
-            self.sent_bytes[kind] += (self.count - 1) * nbytes
+                raise StateError(f"this rank's device could not {name}: {error}") from error
+            self.sent_bytes[name] += (self.count - 1) * nbytes
             return result
 
-        return act_and_count
+        return self._start(kind, nbytes, what, act_and_count, after)
 
     def link(self, device: torch.device) -> DeviceLink:
         """Connect the devices of all ranks, who all call it. Raise on all ranks if one of them has

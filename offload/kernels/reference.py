@@ -66,17 +66,9 @@ class Buffers:
             param, grad = self.param[begin:end], self.grad[begin:end]
             tail_begin = 0 if begin >= self.tail_begin else end - begin
             piece = Buffers(param, grad, state0, state1, out, self.scale, tail_begin, self.adopt)
-            piece.take_over()
+            if self.adopt and out is not None:
+                take_over(param, out)
             yield piece
-
-    def take_over(self) -> None:
-        """Copy `out` to `param` where `out` is not the rounding of `param`: that is an external
-        edit, and it wins.
-        """
-        if self.adopt and self.out is not None:
-            rounded = self.param.to(self.out.dtype)
-            other = rounded.view(torch.int16) != self.out.view(torch.int16)
-            self.param.copy_(torch.where(other, self.out.float(), self.param))
 
     @property
     def is_tail(self) -> bool:
@@ -84,6 +76,14 @@ class Buffers:
 
     def scaled_grad(self) -> Tensor:
         return self.grad.float() * rules.to_f32(self.scale)
+
+
+def take_over(param: Tensor, out: Tensor) -> None:
+    """Copy `out` to `param` where `out` is not the rounding of `param`: that is an external edit,
+    and it wins.
+    """
+    other = param.to(out.dtype).view(torch.int16) != out.view(torch.int16)
+    param.copy_(torch.where(other, out.float(), param))
 
 
 def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError
+from offload.kernels.reference import take_over
 from offload.optim.lion import Lion
 from offload.optim.recipe import (
     AdagradRecipe,
@@ -118,7 +119,8 @@ class GenericRecipe(Recipe):
 
     def update(self, work: SliceUpdate) -> None:
         record = work.record
-        _adopt(work)
+        if work.out is not None:
+            take_over(work.master, work.out)  # as the kernels do
         param = torch.nn.Parameter(work.master, requires_grad=True)
         param.grad = _scaled(work.grad, work.scale)
         fresh = record.step == 1.0
@@ -201,15 +203,6 @@ def _bare_copy(
     kept = set(vars(bare)) | {"step"}
     vars(bare).update({k: v for k, v in vars(optimizer).items() if k not in kept})
     return bare
-
-
-def _adopt(work: SliceUpdate) -> None:
-    """Take over 16-bit parameter values that user code has set: where they differ from the rounded
-    master, they replace it. Native kernels do the same.
-    """
-    if work.out is not None:
-        other = work.master.to(work.out.dtype).view(torch.int16) != work.out.view(torch.int16)
-        work.master.copy_(torch.where(other, work.out.float(), work.master))
 
 
 def _scaled(grad: Tensor, scale: float) -> Tensor:

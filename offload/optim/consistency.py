@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -29,15 +28,6 @@ from offload.optim.recipe import Record
 STEP, LOAD = "step", "load_state_dict"
 CHECKPOINT = "load of a checkpoint"
 MOVE = "move of the state to another plan"
-
-
-@dataclass(frozen=True)
-class _Touched:
-    """A parameter as the failed step left it."""
-
-    name: str
-    param: Tensor
-    likeness: tuple[int, ...]
 
 
 def _likeness(param: Tensor, may_move: bool) -> tuple[int, ...]:
@@ -72,7 +62,8 @@ class Consistency:
         self.last_checkpoint: str | None = None  # names the newest state that was handed out
         self._error: BaseException | None = None
         self._act = ""
-        self._touched: list[_Touched] = []
+        # As the failed step left them: each parameter's name, the parameter, and its likeness.
+        self._touched: list[tuple[str, Tensor, tuple[int, ...]]] = []
 
     @property
     def is_lost(self) -> bool:
@@ -92,7 +83,7 @@ class Consistency:
         )
         if act == STEP:  # keep the list if a load fails later: the parameters are still mixed
             self._touched = [
-                _Touched(record.name, record.param, _likeness(record.param, self._may_move))
+                (record.name, record.param, _likeness(record.param, self._may_move))
                 for record in touched
             ]
 
@@ -134,9 +125,9 @@ class Consistency:
     def check_mendable(self) -> None:
         """Refuse a load that would leave parameters from different steps."""
         left = [
-            touched.name
-            for touched in self._touched
-            if _likeness(touched.param, self._may_move) == touched.likeness
+            name
+            for name, param, likeness in self._touched
+            if _likeness(param, self._may_move) == likeness
         ]
         if left:
             raise StateError(

@@ -64,7 +64,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with session.access.act("step"):
-            outside_inference_mode(session.step)()
+            session.step()
         return loss
 
     def _refuse_scaler(self, refusal: Callable[[], OffloadError]) -> None:

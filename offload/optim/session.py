@@ -21,6 +21,7 @@ from offload.core.errors import CorruptionError, OffloadError, StateError
 from offload.core.heap import HEAP
 from offload.core.locks import steadfast
 from offload.core.log import LOG
+from offload.core.tensors import outside_inference_mode
 from offload.distributed import is_sharded, local_of
 from offload.optim.consistency import LOAD, MOVE, Consistency, ExclusiveAccess, clear_frames
 from offload.optim.coordinator import StepCoordinator
@@ -130,6 +131,7 @@ class Session:
 
     # --- the step ---------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def step(self) -> None:
         with self.step_stats.step():
             optimizer = self.optimizer

@@ -71,73 +71,68 @@ class KeptField:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def whole(self) -> Tensor:
-        """Read all elements of the parameter. All of them must be this rank's."""
-        whole = torch.empty_strided(self.shape, self.stride, dtype=torch.float32, device="cpu")
-        self.part.read_into(0, flat(whole))
-        return whole
 
-
-class GatheredField:
-    """A cache of one parameter's whole fields, for parameters whose order of memory is not that of
-    their shape: such a field is read whole once, and its slices are taken from there. It holds the
-    fields of one parameter at a time.
+class FieldReader:
+    """A reader of fields that come in, slice by slice. A field that is stored in another order than
+    the parameter's order of memory is read whole once, and its slices are taken from there. The
+    reader holds such fields of one parameter at a time.
     """
 
     def __init__(self) -> None:
         self._number = -1
-        self._fields: dict[int, Tensor] = {}
+        self._wholes: dict[int, Tensor] = {}  # by the id of their source
 
-    def of(self, source: FieldSource | KeptField, record: Record) -> Tensor:
-        """Return the whole field, flat, in the parameter's order of memory."""
+    def read(
+        self, source: Tensor | FieldSource | KeptField, record: Record, part: Slice, target: Tensor
+    ) -> None:
+        """Fill `target` with a slice of a parameter's field, in the parameter's order of memory."""
+        if isinstance(source, Tensor):
+            own = own_part(record, source)
+            target.copy_(in_order_of(own, record.local)[part.begin : part.end])
+        elif isinstance(source, KeptField):
+            if is_same_order(record.shape, source.stride, record.stride):
+                source.part.read_into(part.begin, target)
+            else:
+                target.copy_(self._whole(source, record)[part.begin : part.end])
+        elif not is_row_major(record.shape, record.stride):
+            target.copy_(self._whole(source, record)[part.begin : part.end])
+        elif source.dtype == target.dtype:
+            source.read_into(part.begin * target.element_size(), as_bytes(target))
+        else:
+            for begin in range(0, target.numel(), _PIECE_NUMEL):
+                some = target[begin : begin + _PIECE_NUMEL]
+                read = torch.empty(some.numel(), dtype=source.dtype, device="cpu")
+                source.read_into((part.begin + begin) * read.element_size(), as_bytes(read))
+                some.copy_(read)
+
+    def _whole(self, source: FieldSource | KeptField, record: Record) -> Tensor:
+        """Return the whole field, flat, in the parameter's order of memory. Of a field that was
+        kept aside, all elements must be this rank's.
+        """
         if record.number != self._number:
-            self._number, self._fields = record.number, {}
-        if id(source) not in self._fields:
-            self._fields[id(source)] = in_order_of(whole(source), record.local)
-        return self._fields[id(source)]
+            self._number, self._wholes = record.number, {}
+        if id(source) not in self._wholes:
+            self._wholes[id(source)] = in_order_of(whole(source), record.local)
+        return self._wholes[id(source)]
 
 
 def whole(source: FieldSource | KeptField) -> Tensor:
-    """Read all of the source into host memory."""
-    if isinstance(source, KeptField):
-        return source.whole()
+    """Read all of the source into host memory, in the order that it has there."""
     with torch.inference_mode(False):  # the caller may change it later
-        found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    source.read_into(0, as_bytes(found))
+        if isinstance(source, KeptField):
+            found = torch.empty_strided(
+                source.shape, source.stride, dtype=torch.float32, device="cpu"
+            )
+            source.part.read_into(0, flat(found))
+        else:
+            found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+            source.read_into(0, as_bytes(found))
     return found
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes; shares its memory."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def read_slice(
-    source: FieldSource, record: Record, part: Slice, target: Tensor, wholes: GatheredField
-) -> None:
-    """Read a slice of a parameter's field into `target`, in the parameter's order of memory."""
-    if not is_row_major(record.shape, record.stride):
-        target.copy_(wholes.of(source, record)[part.begin : part.end])
-    elif source.dtype == target.dtype:
-        source.read_into(part.begin * target.element_size(), as_bytes(target))
-    else:
-        for begin in range(0, target.numel(), _PIECE_NUMEL):
-            some = target[begin : begin + _PIECE_NUMEL]
-            read = torch.empty(some.numel(), dtype=source.dtype, device="cpu")
-            source.read_into((part.begin + begin) * read.element_size(), as_bytes(read))
-            some.copy_(read)
-
-
-def read_kept(
-    kept: KeptField, record: Record, part: Slice, target: Tensor, wholes: GatheredField
-) -> None:
-    """Read a slice of a field that was kept aside; the parameter may have another order of memory
-    now.
-    """
-    if is_same_order(record.shape, kept.stride, record.stride):
-        kept.part.read_into(part.begin, target)
-    else:
-        target.copy_(wholes.of(kept, record)[part.begin : part.end])
 
 
 # --- whether state fits ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 from offload import kernels
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
-from offload.core.tensors import flat, in_order_of
+from offload.core.tensors import flat
 from offload.optim.consistency import LOAD, STEP, Consistency
 from offload.optim.coordinator import PendingStep, Resources
 from offload.optim.export import ParamOptimizerState, Targets
@@ -27,7 +27,7 @@ from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, SliceUpdate
 from offload.optim.saver import Saver, Sink
-from offload.optim.source import GatheredField, KeptField, is_there, own_part, read_kept, read_slice
+from offload.optim.source import FieldReader, is_there
 from offload.optim.staging import NO_STAGING, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
 from offload.planning.layout import MASTER, Slice
@@ -314,9 +314,7 @@ class Updater:
         """
         known = {n for n, state in states.items() if is_there(self.records[n], state)}
         # Not a closure: the frames of an error would hold it, and with it the tiers' memory.
-        copy_in = partial(
-            self._copy_in, {number: states[number] for number in known}, GatheredField()
-        )
+        copy_in = partial(self._copy_in, {n: states[n] for n in known}, FieldReader())
         self._tiers.settle()  # before the records change
         try:
             for record in self.records:
@@ -333,30 +331,17 @@ class Updater:
     def _copy_in(
         self,
         states: Mapping[int, Mapping[str, Any]],
-        wholes: GatheredField,
+        reader: FieldReader,
         piece: HostChunk,
         staging_buffer: StagingBuffer | None,
     ) -> bool:
         for part in piece.chunk.slices:
-            if part.param in states:
-                self._fill(self.records[part.param], part, states[part.param], piece, wholes)
+            if part.param not in states:
+                continue
+            record, state = self.records[part.param], states[part.param]
+            for field, target in piece.fields(part).items():
+                if field == MASTER and field not in state:
+                    target.copy_(self._staging_buffers.values(part))
+                else:
+                    reader.read(state[field], record, part, target)
         return True
-
-    def _fill(
-        self,
-        record: Record,
-        part: Slice,
-        state: Mapping[str, Any],
-        piece: HostChunk,
-        wholes: GatheredField,
-    ) -> None:
-        for field, target in piece.fields(part).items():
-            if field == MASTER and field not in state:
-                target.copy_(self._staging_buffers.values(part))
-            elif isinstance(state[field], KeptField):
-                read_kept(state[field], record, part, target, wholes)
-            elif isinstance(state[field], Tensor):
-                own = own_part(record, state[field])
-                target.copy_(in_order_of(own, record.local)[part.begin : part.end])
-            else:
-                read_slice(state[field], record, part, target, wholes)
