@@ -10,20 +10,11 @@ from offload.distributed.consensus import (
     told_checksum,
 )
 from offload.distributed.group import (
-    Connections,
     DeviceLink,
-    Members,
-    connections_of,
-    deadline_of,
-    default_store,
-    members_of,
-    name_for,
     place_of,
     world_size,
 )
 from offload.distributed.placing import (
-    DTensorPlacement,
-    Rows,
     is_sharded,
     like,
     local_of,
@@ -33,30 +24,19 @@ from offload.distributed.placing import (
     sum_over_meshes,
 )
 from offload.distributed.ranks import Ranks, ranks_of
-from offload.distributed.worker import Worker
 
 __all__ = [
     "NETWORK",
     "SAME",
-    "Connections",
-    "DTensorPlacement",
     "DeviceLink",
-    "Members",
     "Ranks",
-    "Rows",
-    "Worker",
     "by_consensus",
     "check_alike",
     "checksum_of",
-    "connections_of",
-    "deadline_of",
-    "default_store",
     "each_by_consensus",
     "is_sharded",
     "like",
     "local_of",
-    "members_of",
-    "name_for",
     "part_of",
     "place_of",
     "placing_of",

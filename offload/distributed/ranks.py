@@ -225,7 +225,8 @@ class Ranks:
 
     def on_this_machine(self) -> list[int]:
         """Return the ranks on this rank's node, itself included. All ranks call it. Blocks."""
-        each = self.exchange(_machine(), "which machine they are on")
+        boot_id = read_text(ROOT / "proc/sys/kernel/random/boot_id")
+        each = self.exchange(f"{boot_id} {os.uname().nodename}", "which machine they are on")
         return [rank for rank, one in enumerate(each) if one == each[self.rank]]
 
     def close(self) -> None:
@@ -433,11 +434,6 @@ def _check_bytes(whole: Tensor, own: Tensor, count: int, what: str) -> None:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _machine() -> str:
-    """Return a name of the node that this process runs on; it changes when the node reboots."""
-    return f"{read_text(ROOT / 'proc/sys/kernel/random/boot_id')} {os.uname().nodename}"
 
 
 def _sum(values: Sequence[float]) -> float:

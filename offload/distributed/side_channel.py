@@ -23,16 +23,16 @@ from torch import Tensor
 
 from offload.core.errors import StateError
 from offload.core.locks import acquire, nap, uninterrupted
-from offload.distributed import (
+from offload.distributed.group import (
     Connections,
     Members,
-    Worker,
     connections_of,
     deadline_of,
     default_store,
     members_of,
     name_for,
 )
+from offload.distributed.worker import Worker
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
 _BEAT_S = 1.0  # between two heartbeats

@@ -8,7 +8,6 @@ update rule; `arguments` checks tensors before a byte is written.
 from __future__ import annotations
 
 from offload.kernels.calls import (
-    MOST_THREADS,
     STATS_BLOCK,
     SUM_BYTES,
     TORCH_WIDTH,
@@ -26,7 +25,6 @@ from offload.kernels.calls import (
 )
 
 __all__ = [
-    "MOST_THREADS",
     "STATS_BLOCK",
     "SUM_BYTES",
     "TORCH_WIDTH",

@@ -128,7 +128,9 @@ def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
             )
         # Mappings of a driver refuse the probe although they can be written; the process's memory
         # map decides.
-        if code != 0 and writable and not _mapped_writable(page):
+        if code == 0 or not writable:
+            continue
+        if not any(first <= page < last and "w" in how for first, last, how, _ in read_maps()):
             raise ConfigError(
                 f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
             )
@@ -167,10 +169,6 @@ def _can_probe() -> bool:
         return False
     byte = ctypes.create_string_buffer(1)
     return _populate(ctypes.addressof(byte) & -mmap.PAGESIZE, _MADV_POPULATE_WRITE) == 0
-
-
-def _mapped_writable(address: int) -> bool:
-    return any(begin <= address < end and "w" in how for begin, end, how, _ in read_maps())
 
 
 def read_maps() -> Iterator[tuple[int, int, str, bool]]:

@@ -122,7 +122,8 @@ class GenericRecipe(Recipe):
         if work.out is not None:
             take_over(work.master, work.out)  # as the kernels do
         param = torch.nn.Parameter(work.master, requires_grad=True)
-        param.grad = _scaled(work.grad, work.scale)
+        grad = work.grad.float()
+        param.grad = grad if work.scale == 1.0 else grad * work.scale
         fresh = record.step == 1.0
         before = {} if fresh else {**deepcopy(record.scalars), **work.states}
         after = self._run(param, record.group, before)
@@ -203,11 +204,6 @@ def _bare_copy(
     kept = set(vars(bare)) | {"step"}
     vars(bare).update({k: v for k, v in vars(optimizer).items() if k not in kept})
     return bare
-
-
-def _scaled(grad: Tensor, scale: float) -> Tensor:
-    full = grad.float()
-    return full if scale == 1.0 else full * scale
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

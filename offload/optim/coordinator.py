@@ -156,18 +156,21 @@ class OptimizerOwnResources(Resources):
     def _open_devices(self, records: Sequence[Record], release_grads: bool, watch: Watch) -> None:
         """Open staging buffers, gradient buffers and transfers for parameters on devices."""
         devices = {record.device for record in records if record.device_bytes}
-        memory = [
+        buffers = [
             leased(self.copies, self._plan.staging_buffer_bytes, "a staging buffer")
             for _ in range(self._plan.staging_buffers if devices else 0)
         ]
         self.transfers = transfers = {d: DeviceTransfer(d, metrics=self._metrics) for d in devices}
         self.staging_buffers = staging_buffers = DeviceStaging(
-            records, memory, transfers, self._plan.grads_are_here
+            records, buffers, transfers, self._plan.grads_are_here
         )
         if devices and self._plan.has_grad_buffers:
-            places = {
-                r.number: self._home(r) for r in records if r.device_bytes and r.param.numel()
-            }
+            places = {}
+            for record in records:
+                if record.device_bytes and record.param.numel():
+                    nbytes = grad_buffer_bytes(self._plan.params[record.number])
+                    memory = leased(self.copies, nbytes, f"of {record.name}").view(record.dtype)
+                    places[record.number] = memory[: record.param.numel()]
             verdicts = leased(
                 self.copies, verdicts_bytes(self._plan.params), "verdicts on gradients"
             )
@@ -176,12 +179,6 @@ class OptimizerOwnResources(Resources):
             )
             params = {number: records[number].param for number in places}
             self._hooks = watch(params, self.grad_buffers.arrived)
-
-    def _home(self, record: Record) -> Tensor:
-        memory = leased(
-            self.copies, grad_buffer_bytes(self._plan.params[record.number]), f"of {record.name}"
-        )
-        return memory.view(record.dtype)[: record.param.numel()]
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -57,34 +57,33 @@ class BucketBuffer:
 
 @dataclass(frozen=True)
 class Round:
-    """The elements [begin, end) of every rank's shard of a bucket."""
+    """The elements [begin, end) of every rank's shard of a bucket, in this dtype."""
 
     bucket: Bucket
+    dtype: torch.dtype
     begin: int
     end: int
 
-    @property
-    def numel(self) -> int:
-        return self.end - self.begin
-
     def put_own(self, whole: Tensor, rank: int, values: Values) -> None:
         """Copy the elements of `rank` to its row of `whole`."""
-        for span in self.bucket.spans(rank, self.begin, self.end):
-            given = values(span.number)
-            if given is not None:
-                there = whole[rank, span.at : span.at + span.end - span.first]
-                there.copy_(given[span.first : span.end])
+        for there, given in self._elements_of(rank, whole, values):
+            there.copy_(given)
 
     def take_others(self, whole: Tensor, rank: int, values: Values) -> None:
         """Copy all other ranks' elements from `whole` to `values`."""
         for other in range(len(whole)):
-            if other == rank:
-                continue
-            for span in self.bucket.spans(other, self.begin, self.end):
-                target = values(span.number)
-                if target is not None:
-                    here = whole[other, span.at : span.at + span.end - span.first]
-                    target[span.first : span.end].copy_(here)
+            for here, target in self._elements_of(other, whole, values) if other != rank else ():
+                target.copy_(here)
+
+    def _elements_of(
+        self, rank: int, whole: Tensor, values: Values
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield where a rank's elements are in `whole`, and where they are in `values`."""
+        for span in self.bucket.spans(rank, self.begin, self.end):
+            given = values(span.number)
+            if given is not None:
+                numel = span.end - span.first
+                yield whole[rank, span.at : span.at + numel], given[span.first : span.end]
 
 
 class Exchange:
@@ -98,34 +97,34 @@ class Exchange:
         self.ranks, self.buckets, self.metrics = ranks, buckets, metrics
         self.free = list(buffers)
 
-    def rounds(self, bucket: Bucket, dtype: torch.dtype) -> Iterator[Round]:
+    def rounds(self, bucket: Bucket, dtype: torch.dtype | None = None) -> Iterator[Round]:
+        """Cut a bucket into rounds. dtype: of what is exchanged; None: the bucket's own."""
+        dtype = dtype or bucket.dtype
         for begin, end in bucket.rounds(self.buckets.whole_bytes, dtype.itemsize):
-            yield Round(bucket, begin, end)
+            yield Round(bucket, dtype, begin, end)
 
-    def whole(self, buffer: BucketBuffer, step: Round, dtype: torch.dtype) -> Tensor:
+    def whole(self, buffer: BucketBuffer, step: Round) -> Tensor:
         """View a buffer as the round's elements, one row for each rank."""
-        numel = self.ranks.count * step.numel
-        flat = buffer.whole()[: numel * dtype.itemsize].view(dtype)
-        return flat.view(self.ranks.count, step.numel)
+        numel = self.ranks.count * (step.end - step.begin)
+        flat = buffer.whole()[: numel * step.dtype.itemsize].view(step.dtype)
+        return flat.view(self.ranks.count, -1)
 
-    def gather(
-        self,
-        step: Round,
-        dtype: torch.dtype,
-        values: Values,
-        what: str,
-        flights: InFlight[None],
-    ) -> None:
+    def gather(self, step: Round, values: Values, what: str, flights: InFlight[None]) -> None:
         """Begin the all-gather of a round in a free buffer. This rank's own values must be final.
         When it is taken in, the other ranks' values are stored, or (on a device) are certain to be
         after `join`, and the buffer is free.
         """
-        buffer, rank = self.free.pop(), self.ranks.rank
-        whole = self.whole(buffer, step, dtype)
+        buffer = self.free.pop()
+        ticket, take_in = self._begin_gather(step, self.whole(buffer, step), values, what)
+        flights.add(ticket, take_in, partial(self.free.append, buffer), None)
+
+    def _begin_gather(
+        self, step: Round, whole: Tensor, values: Values, what: str
+    ) -> tuple[Ticket[Any], Callable[[], object]]:
+        rank = self.ranks.rank
         step.put_own(whole, rank, values)
         ticket = self.ranks.gather(whole, whole[rank], what)
-        take_in = partial(step.take_others, whole, rank, values)
-        flights.add(ticket, take_in, partial(self.free.append, buffer), None)
+        return ticket, partial(step.take_others, whole, rank, values)
 
     def reduce(self, whole: Tensor, own: Tensor, what: str) -> Ticket[Any]:
         """Reduce-scatter a buffer: `own`, host memory, becomes the mean over all ranks of this
@@ -178,16 +177,10 @@ class DeviceExchange(Exchange):
         self._last: Mark | None = None  # on the stream, behind the last round that has landed
         self._makers: dict[object, Mark] = {}  # by stream, behind its last gradient
 
-    def gather(
-        self,
-        step: Round,
-        dtype: torch.dtype,
-        values: Values,
-        what: str,
-        flights: InFlight[None],
-    ) -> None:
-        buffer, rank = self.free.pop(), self.ranks.rank
-        whole = self.whole(buffer, step, dtype)
+    def _begin_gather(
+        self, step: Round, whole: Tensor, values: Values, what: str
+    ) -> tuple[Ticket[Any], Callable[[], object]]:
+        rank = self.ranks.rank
         numbers = {place.number for place in step.bucket.places if place.number is not None}
         found = {number: values(number) for number in numbers}
         self._transfer.join()  # uploads of own values may still be in flight
@@ -197,7 +190,7 @@ class DeviceExchange(Exchange):
             lambda: step.take_others(whole, rank, found.__getitem__),
             what,
         )
-        flights.add(ticket, nothing, partial(self.free.append, buffer), None)
+        return ticket, nothing
 
     def wait(self, ticket: Ticket[Any]) -> Any:
         result = super().wait(ticket)
@@ -232,23 +225,23 @@ class DeviceExchange(Exchange):
 
 class Gathering:
     """An all-gather of some buckets, in rounds. values: own elements are read from there, other
-    ranks' are written there. is_ready: whether this rank's own values of a bucket are final.
+    ranks' are written there. is_ready: whether this rank's own values of a bucket are final. dtype:
+    of the values; None: each bucket's own.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         buckets: Sequence[Bucket],
-        dtype_of: Callable[[Bucket], torch.dtype],
         values: Values,
         what: str,
         is_ready: Callable[[Bucket], bool] = lambda _: True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._exchange = exchange
         self._values, self._what, self._is_ready = values, what, is_ready
-        self._dtype_of = dtype_of
         self._left: deque[Round] = deque(
-            step for bucket in buckets for step in exchange.rounds(bucket, dtype_of(bucket))
+            step for bucket in buckets for step in exchange.rounds(bucket, dtype)
         )
         # The buffer of a round that failed may still be written to, and is not freed.
         self._flying: InFlight[None] = InFlight(exchange.wait)
@@ -259,8 +252,7 @@ class Gathering:
         self._flying.finish_what_has_ended()
         while self._left and exchange.free and self._is_ready(self._left[0].bucket):
             step = self._left[0]
-            dtype, what = self._dtype_of(step.bucket), self._name(step)
-            exchange.gather(step, dtype, self._values, what, self._flying)
+            exchange.gather(step, self._values, self._name(step), self._flying)
             self._left.popleft()
 
     def finish(self) -> None:

@@ -175,38 +175,25 @@ def plain_room(handout: Handout, record: Record, field: str) -> Outgoing | None:
 
 def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state as torch keeps it: the fields that were written to the places that
-    `plain_room` made, in the parameter's memory order, and the scalars.
+    `plain_room` made, in the parameter's memory order, dtype and device, and the scalars, which are
+    on the device if the step runs there (capturable or fused).
     """
-    found = {}
+    found, param = {}, record.local
+    steps_there = record.group.get("capturable") or record.group.get("fused")
     for name, value in state.items():
         if name in record.fields:
-            value = _like(local_of(value), record.local, _device(record))
-            found[name] = like(record.param, value)
+            value = local_of(value)
+            if value.stride() != param.stride():  # fused steps go by memory alone
+                value = torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
+            found[name] = like(record.param, value.to(dtype=param.dtype, device=_device(record)))
         elif name != MASTER:
-            found[name] = _number(value, record)
+            is_moved = steps_there and isinstance(value, Tensor)
+            found[name] = value.to(_device(record)) if is_moved else value
     return found
 
 
 def _device(record: Record) -> torch.device:
     return record.original_device or record.local.device
-
-
-def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:
-    """Bring `value` to the memory order and dtype of the parameter, on `device`; return `value`
-    itself if it has them already.
-    """
-    if value.stride() != param.stride():  # fused steps go by memory alone
-        value = torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
-    return value.to(dtype=param.dtype, device=device)
-
-
-def _number(value: Any, record: Record) -> Any:
-    """Move a step count or another scalar to the device if the step runs there (capturable or
-    fused); otherwise leave it.
-    """
-    there = record.group.get("capturable") or record.group.get("fused")
-    device = record.original_device or record.local.device
-    return value.to(device) if there and isinstance(value, Tensor) else value
 
 
 def tell_what_is_lost(records: Mapping[Tensor, Record]) -> None:

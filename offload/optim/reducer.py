@@ -134,7 +134,7 @@ class Reducer:
         grads = {number: self._gradient_of(self._records[number]) for number in numbers}
         held = [self._records[n].param.grad for n in numbers] if has_other_makers else []
         is_filled = bucket.number in self._filled
-        for step in self._exchange.rounds(bucket, bucket.dtype):
+        for step in self._exchange.rounds(bucket):
             self._send_round(step, grads, is_filled, held)
         self._filled.add(bucket.number)
         for number, grad in grads.items():
@@ -169,7 +169,7 @@ class Reducer:
             self._flying.finish_oldest()
         exchange, bucket = self._exchange, step.bucket
         buffer = exchange.free.pop()
-        whole = exchange.whole(buffer, step, bucket.dtype)
+        whole = exchange.whole(buffer, step)
         for rank in range(exchange.ranks.count):
             for span in bucket.spans(rank, step.begin, step.end):
                 there = whole[rank, span.at : span.at + span.end - span.first]

@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -58,12 +57,8 @@ MOVES = {
 }
 
 
-@dataclass
-class _SnapshotRead:
-    """A read in flight of a disk chunk into the saver's memory."""
-
-    piece: HostChunk
-    ticket: Ticket[None]
+# A read in flight of a disk chunk into the saver's memory.
+SnapshotRead = tuple[HostChunk, Ticket[None]]
 
 
 class Saver:
@@ -114,30 +109,30 @@ class Saver:
         """Save all chunks that are left; return when the sink has all of them. No memory of the
         tiers is held then.
         """
-        reading: deque[_SnapshotRead] = deque()
+        reading: deque[SnapshotRead] = deque()
         try:
             self._work_through(reading)
         except BaseException as error:
             self.cancel(error)
         with steadfast:
-            for each in reading:  # no read may write to the memory after it is freed
+            for _, ticket in reading:  # no read may write to the memory after it is freed
                 with suppress(Exception):
-                    each.ticket.wait()
+                    ticket.wait()
             self._end()
         if self._error is not None:
             raise self._error
 
-    def _work_through(self, reading: deque[_SnapshotRead]) -> None:
+    def _work_through(self, reading: deque[SnapshotRead]) -> None:
         memory: list[Tensor] = []
         while not self._is_ended(reading):
             self._read_ahead(reading, memory)
-            here = None if reading and reading[0].ticket.done else self._hold_next()
+            here = None if reading and reading[0][1].done else self._hold_next()
             if here is not None:
                 self._write_held(here)
             elif reading:
                 self._write_oldest(reading, memory)
 
-    def _is_ended(self, reading: deque[_SnapshotRead]) -> bool:
+    def _is_ended(self, reading: deque[SnapshotRead]) -> bool:
         with self._lock:
             if self._error is not None:
                 return True
@@ -146,7 +141,7 @@ class Saver:
                 return True
             return False
 
-    def _read_ahead(self, reading: deque[_SnapshotRead], memory: list[Tensor]) -> None:
+    def _read_ahead(self, reading: deque[SnapshotRead], memory: list[Tensor]) -> None:
         while len(reading) < READS:
             with self._lock:  # no other generation is written before the read begins
                 chunk = next(iter(self._waiting_on_disk.values()), None)
@@ -154,7 +149,7 @@ class Saver:
                     return
                 whole = memory.pop() if memory else self._make_memory()
                 piece = HostChunk(chunk, whole[: chunk.nbytes // ELEMENT_BYTES], whole)
-                reading.append(_SnapshotRead(piece, self._tiers.copy_into(piece.memory, chunk)))
+                reading.append((piece, self._tiers.copy_into(piece.memory, chunk)))
                 self._move(chunk.number, ChunkSnapshot.READ)
 
     def _make_memory(self) -> Tensor:
@@ -170,14 +165,14 @@ class Saver:
             self._move(number, ChunkSnapshot.HELD)
             return self._here[number]
 
-    def _write_oldest(self, reading: deque[_SnapshotRead], memory: list[Tensor]) -> None:
-        each = reading[0]
-        each.ticket.wait()
-        self._write(each.piece)
+    def _write_oldest(self, reading: deque[SnapshotRead], memory: list[Tensor]) -> None:
+        piece, ticket = reading[0]
+        ticket.wait()
+        self._write(piece)
         reading.popleft()
-        memory.append(each.piece.whole)
+        memory.append(piece.whole)
         with self._lock:
-            self._move(each.piece.chunk.number, ChunkSnapshot.SAVED)
+            self._move(piece.chunk.number, ChunkSnapshot.SAVED)
 
     # --- the thread that steps --------------------------------------------------------------------
 

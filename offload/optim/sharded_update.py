@@ -24,7 +24,7 @@ from offload.core.tensors import flat
 from offload.distributed import Ranks, check_alike
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim.agreement import VALUES, settings_sum, value_facts
-from offload.optim.buckets import Bucket, Buckets
+from offload.optim.buckets import Buckets
 from offload.optim.exchange import BucketBuffer, DeviceExchange, Exchange, Gathering
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
@@ -105,15 +105,11 @@ class ShardedUpdate:
         """Return checksums by name: of all tensors in the first steps, later of the first MiB of
         one of them, another one each step.
         """
-        numbers = list(tensors)
-        if not numbers:
-            return {}
-        if steps_done >= _COMPARED_STEPS:
-            numbers = [numbers[steps_done % len(numbers)]]
-        values = {self._records[number].name: tensors[number] for number in numbers}
-        if steps_done >= _COMPARED_STEPS:
-            values = {n: one[: _SAMPLE_BYTES // one.element_size()] for n, one in values.items()}
-        return value_facts(what, values)
+        values = [(self._records[number].name, one) for number, one in tensors.items()]
+        if steps_done >= _COMPARED_STEPS and values:
+            name, one = values[steps_done % len(values)]
+            values = [(name, one[: _SAMPLE_BYTES // one.element_size()])]
+        return value_facts(what, dict(values))
 
     def settle(
         self, grads: dict[int, Tensor], said: Sequence[Mapping[str, Any]]
@@ -144,14 +140,10 @@ class ShardedUpdate:
         self._gathering = Gathering(
             self.exchange,
             [b for b in self.buckets.in_order_of_update if b.number in wanted],
-            lambda bucket: bucket.dtype,
             lambda number: flat(self._records[number].param) if number in stepping else None,
             "the new values",
-            self._is_updated,
+            is_ready=lambda bucket: not self._left[bucket.number],
         )
-
-    def _is_updated(self, bucket: Bucket) -> bool:
-        return not self._left[bucket.number]
 
     def updated(self, number: int, numel: int) -> None:
         """Note that so many of a parameter's own elements have their new values, or will have them
@@ -196,7 +188,6 @@ class ShardedUpdate:
         Gathering(
             self.exchange,
             [bucket for bucket in self.buckets.each if bucket.number in wanted],
-            lambda bucket: bucket.dtype,
             whole.get,
             "the gradients",
         ).finish()
@@ -246,5 +237,5 @@ class BucketGatherer:
             wholes[number][part.begin : part.begin + part.values.numel()].copy_(part.values)
         bucket = self._exchange.buckets.bucket_of(next(iter(own)))
         what = f"{field} of the state"
-        Gathering(self._exchange, [bucket], lambda _: torch.float32, wholes.get, what).finish()
+        Gathering(self._exchange, [bucket], wholes.get, what, dtype=torch.float32).finish()
         return wholes

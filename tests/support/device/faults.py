@@ -256,7 +256,7 @@ OF_STAGE_1 = [
     ),
     Fault(
         "gathered before the own part was written",
-        dropped(at("optim.exchange", "DeviceExchange.gather").call("join")),
+        dropped(at("optim.exchange", "DeviceExchange._begin_gather").call("join")),
     ),
     Fault(
         "gathered before the last chunk was sent back",
