@@ -66,7 +66,9 @@ class Load:
         self._state_dict: dict[str, Any] = {}
 
     def turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._session is None else self._session.access.hold("load")
+        if self._session is None:
+            return nullcontext()
+        return self._session.access.act("load", may_nest=True)
 
     # --- checking ---------------------------------------------------------------------------------
 

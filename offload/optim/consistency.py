@@ -156,10 +156,11 @@ class ExclusiveAccess:
         self._act: str | None = None  # the running act; no other may begin in its middle
 
     @contextmanager
-    def hold(self, what: str) -> Iterator[None]:
-        """Keep other threads out while the block runs; raise `StateError` if one is inside. The
-        same thread may enter again, as hooks do. Inside the block Ctrl-C takes effect only where
-        the thread waits, and at the end.
+    def act(self, what: str, may_nest: bool = False) -> Iterator[None]:
+        """Keep other threads out while the block runs, and every other act, also those of the same
+        thread's signal handlers and hooks; raise `StateError` if one is inside. may_nest: acts of
+        the same thread may be around the block and inside it, as hooks make them. Inside the block
+        Ctrl-C takes effect only where the thread waits, and at the end.
         """
         if os.getpid() != self._pid:
             raise StateError(
@@ -171,25 +172,14 @@ class ExclusiveAccess:
                     f"optimizer: {what} while another thread is in {self._holder}; let one thread "
                     "use a wrapped optimizer at a time, or put a lock around its calls"
                 )
-            before, self._holder = self._holder, what
-            try:
-                yield
-            finally:
-                self._holder = before
-
-    @contextmanager
-    def act(self, what: str) -> Iterator[None]:
-        """Keep out every other act while the block runs, also those of the same thread's signal
-        handlers and hooks.
-        """
-        with self.hold(what):
-            if self._act is not None:
+            if self._act is not None and not may_nest:
                 raise StateError(
                     f"optimizer: {what} in the middle of {self._act}; a signal handler or a hook "
                     "has to wait until that has returned (set a flag, and look at it in the loop)"
                 )
-            self._act = what
+            before = self._holder, self._act
+            self._holder, self._act = what, self._act if may_nest else what
             try:
                 yield
             finally:
-                self._act = None
+                self._holder, self._act = before

@@ -131,7 +131,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             taken.update(session.checked(given))
             return {**given, "state": {}}
 
-        with session.access.hold("load_state_dict"):
+        with session.access.act("load_state_dict", may_nest=True):
             handle = self.register_load_state_dict_pre_hook(take)  # after all others
             try:
                 session.incoming = taken
