@@ -198,13 +198,11 @@ class Session:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def export(self) -> States:
-        """Export the state by parameter, in fp32, with master weights. Nothing has changed when it
-        raises. Where ranks share the state all of them call it, and each gets all of it.
+    def export(self, room: Room = exact_room) -> States:
+        """Export the state by parameter: in fp32, with master weights, or as `room` has it. Nothing
+        has changed when it raises. Where ranks share the state all of them call it, and each gets
+        all of it.
         """
-        return self._hand_out(exact_room)
-
-    def _hand_out(self, room: Room) -> States:
         coordinator = self.coordinator
         try:
             coordinator.meet(self._numbers_held)
@@ -247,7 +245,7 @@ class Session:
                 "close(): the other ranks are out of reach, and so is their part of the state"
             )
             return {}
-        states = self._hand_out(plain_room)
+        states = self.export(plain_room)
         records = {record.param: record for record in self._records()}
         self.coordinator.return_gradients()
         states = {p: plain_state(records[p], s) for p, s in states.items() if p in records}
