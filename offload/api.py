@@ -19,7 +19,9 @@ from offload.core.heap import HEAP
 from offload.core.log import LOG
 from offload.core.tensors import outside_inference_mode
 from offload.core.torch_versions import warn_if_unknown
-from offload.distributed import Ranks, is_sharded, place_of, ranks_of
+from offload.distributed.group import place_of
+from offload.distributed.placing import is_sharded
+from offload.distributed.ranks import Ranks, ranks_of
 from offload.optim import attach, is_wrapped
 from offload.optim.opening import draw_up, open_session
 from offload.params.hooks import watch_gradients, watch_passes

@@ -26,8 +26,8 @@ from offload.core.errors import StateError, StoreTimeout, reason
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
-from offload.device import DeviceTransfer
-from offload.distributed import Ranks
+from offload.device.device import DeviceTransfer
+from offload.distributed.ranks import Ranks
 from offload.params import gradients as device_tier
 from offload.params.gathered import Gathered, GatheredBlockMemory, HostGathered
 from offload.params.gradients import DeviceGradients, gradient_memory

@@ -25,7 +25,7 @@ from offload.checkpoint.tensors import (
     write,
 )
 from offload.core.errors import ConfigError, FormatError
-from offload.distributed import is_sharded
+from offload.distributed.placing import is_sharded
 from offload.optim.source import FieldSource
 from offload.params.prepared import Prepared
 from offload.planning.unit import Unit

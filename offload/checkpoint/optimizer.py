@@ -32,7 +32,7 @@ from offload.checkpoint.tensors import (
 from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
 from offload.core.tensors import is_row_major
-from offload.distributed import is_sharded, like
+from offload.distributed.placing import is_sharded, like
 from offload.optim import Session, is_wrapped
 from offload.optim.export import ParamOptimizerState
 from offload.optim.recipe import Record

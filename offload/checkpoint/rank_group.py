@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offload.checkpoint.disk import BLOCK_BYTES
 from offload.core.errors import StateError
-from offload.distributed import check_alike, each_by_consensus
+from offload.distributed.consensus import check_alike, each_by_consensus
 from offload.distributed.side_channel import SideChannel, open_side_channel
 from offload.storage.safetensors_header import TensorPlace, TensorSpec
 

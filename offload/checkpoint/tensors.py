@@ -19,7 +19,7 @@ from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave
 from offload.checkpoint.shard import Shards
 from offload.core.errors import ConfigError, FormatError
 from offload.core.tensors import is_dense, is_row_major
-from offload.distributed import is_sharded, local_of, rows_of
+from offload.distributed.placing import is_sharded, local_of, rows_of
 from offload.optim.export import ParamOptimizerState
 from offload.optim.recipe import Record
 from offload.optim.source import FieldPart, FieldSource, as_bytes

@@ -21,7 +21,7 @@ from offload.checkpoint.rank_group import TensorToSave
 from offload.checkpoint.shard import Shards
 from offload.checkpoint.tensors import NAMES, each_piece, spec_of, write
 from offload.core.errors import ConfigError, FormatError
-from offload.device import device_random_states, set_device_random_states
+from offload.device.accelerator import device_random_states, set_device_random_states
 from offload.storage.safetensors_header import SIZES
 
 OTHER = "other"

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import StateError
+from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
+from offload.device.device import DeviceTransfer
 from offload.device.streams import check_copy
 
 
@@ -69,3 +71,17 @@ class HostTransfer:
 
     def close(self) -> None:
         return None
+
+
+Transfer = DeviceTransfer | HostTransfer
+
+
+def open_transfer(
+    device: torch.device | str, budget_bytes: int | None = None, metrics: Metrics | None = None
+) -> Transfer:
+    """Open the transfer that copies bytes to and from `device`. budget_bytes: of device memory;
+    ignored for the CPU.
+    """
+    if torch.device(device).type == "cpu":
+        return HostTransfer()
+    return DeviceTransfer(device, budget_bytes, metrics=metrics)

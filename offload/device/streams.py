@@ -18,6 +18,8 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError
 
+Moment = torch.Event  # an event that streams can wait for; other packages only pass it on
+
 
 class Streams:
     """The side streams of one device: `up` and `down`, and `between` if it is needed."""

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from offload.core.ticket import Ticket
-from offload.device import DeviceBuffer, DeviceTransfer, Mark, Moment
-from offload.distributed import DeviceLink, Ranks
+from offload.device.buffer import DeviceBuffer
+from offload.device.device import DeviceTransfer, Mark
+from offload.device.streams import Moment
 from offload.distributed.consensus import GATHER, REDUCE
+from offload.distributed.group import DeviceLink
+from offload.distributed.ranks import Ranks
 
 
 class DeviceNetwork:

@@ -18,8 +18,8 @@ from offload.api import report
 from offload.core.config import format_size
 from offload.core.errors import ConfigError, StateError
 from offload.core.log import LOG
-from offload.device import used_bytes
-from offload.distributed import place_of
+from offload.device.accelerator import used_bytes
+from offload.distributed.group import place_of
 from offload.integrations.screen import LinePart, StatusLine, find_screen, fit
 from offload.telemetry.report import Report
 from offload.telemetry.words import Writer, below, check_writer, log_numbers

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload import kernels
 from offload.core.tensors import flat
-from offload.distributed import SAME, checksum_of, told_checksum
+from offload.distributed.consensus import SAME, checksum_of, told_checksum
 from offload.optim.recipe import Record
 
 VALUES = "the values of"

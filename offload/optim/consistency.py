@@ -22,7 +22,7 @@ from torch import Tensor
 from offload.core.errors import StateError
 from offload.core.locks import attempt
 from offload.core.log import LOG
-from offload.distributed import local_of
+from offload.distributed.placing import local_of
 from offload.optim.recipe import Record
 
 STEP, LOAD = "step", "load_state_dict"

@@ -24,8 +24,9 @@ from offload.core.errors import OffloadError, StateError
 from offload.core.heap import HEAP, resident_bytes, used_by
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
-from offload.device import DeviceTransfer
-from offload.distributed import Ranks, is_sharded, placing_of, sum_over_meshes
+from offload.device.device import DeviceTransfer
+from offload.distributed.placing import is_sharded, placing_of, sum_over_meshes
+from offload.distributed.ranks import Ranks
 from offload.optim.buckets import Buckets
 from offload.optim.export import OptimizerStateGatherer
 from offload.optim.grad_buffers import GradBuffers

@@ -26,9 +26,10 @@ from torch import Tensor
 from offload.core.in_flight import InFlight, nothing
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.device import Mark
-from offload.distributed import NETWORK, Ranks
+from offload.device.device import Mark
+from offload.distributed.consensus import NETWORK
 from offload.distributed.device_network import DeviceNetwork
+from offload.distributed.ranks import Ranks
 from offload.optim.buckets import Bucket, Buckets
 
 # By a parameter's number: its values, or others of the same shape (gradients, say), flat, in the

@@ -19,7 +19,7 @@ from offload.core.errors import CapacityError, StoreError
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.distributed import like, local_of
+from offload.distributed.placing import like, local_of
 from offload.optim.recipe import Record
 from offload.optim.source import FieldPart, KeptField
 from offload.planning.layout import ELEMENT_BYTES, MASTER, Chunk

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from offload.core.metrics import Metrics
 from offload.core.tensors import flat, in_order_of
-from offload.device import DeviceTransfer, Mark
+from offload.device.device import DeviceTransfer, Mark
 from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, HostSum, StagedSums, equal_parts
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError
 from offload.core.tensors import RefusingTensor, found_in, harmless, holders, in_order_of
-from offload.distributed import local_of, placing_of
+from offload.distributed.placing import local_of, placing_of
 from offload.optim.gradient_source import Gradient, GradientEdit, GradientSource
 from offload.optim.recipe import Record
 

@@ -17,7 +17,9 @@ from offload.core.budget import HOST
 from offload.core.config import Config
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
-from offload.distributed import DeviceLink, Ranks, check_alike, each_by_consensus
+from offload.distributed.consensus import check_alike, each_by_consensus
+from offload.distributed.group import DeviceLink
+from offload.distributed.ranks import Ranks
 from offload.optim.agreement import remedy_at_start, start_facts
 from offload.optim.buckets import no_buckets, place_of, share_out, stage_of
 from offload.optim.choose import choose_recipe

@@ -17,7 +17,7 @@ from torch import Tensor
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
 from offload.core.tensors import is_same_order
-from offload.distributed import local_of, placing_of
+from offload.distributed.placing import local_of, placing_of
 from offload.kernels import reference, rules
 from offload.planning.layout import MASTER
 from offload.storage.engine import KnownSums

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from offload.core.config import Config
 from offload.core.errors import ConfigError
 from offload.core.tensors import is_dense
-from offload.distributed import world_size
+from offload.distributed.group import world_size
 from offload.optim.buckets import Buckets
 from offload.optim.recipe import Recipe, Record
 from offload.planning.layout import MASTER, ParamSpec

@@ -22,7 +22,7 @@ from offload.core.heap import HEAP
 from offload.core.locks import steadfast
 from offload.core.log import LOG
 from offload.core.tensors import outside_inference_mode
-from offload.distributed import is_sharded, local_of
+from offload.distributed.placing import is_sharded, local_of
 from offload.optim.consistency import LOAD, MOVE, Consistency, ExclusiveAccess, clear_frames
 from offload.optim.coordinator import StepCoordinator
 from offload.optim.export import (

@@ -21,8 +21,9 @@ from offload.core.errors import StateError
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.core.tensors import flat
-from offload.distributed import Ranks, check_alike
+from offload.distributed.consensus import check_alike
 from offload.distributed.device_network import DeviceNetwork
+from offload.distributed.ranks import Ranks
 from offload.optim.agreement import VALUES, settings_sum, value_facts
 from offload.optim.buckets import Buckets
 from offload.optim.exchange import BucketBuffer, DeviceExchange, Exchange, Gathering

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError
 from offload.core.tensors import flat, in_order_of, is_row_major, is_same_order
-from offload.distributed import local_of, part_of, placing_of
+from offload.distributed.placing import local_of, part_of, placing_of
 from offload.optim.recipe import Recipe, Record
 from offload.planning.layout import MASTER, Slice
 

@@ -27,7 +27,7 @@ from offload.core.in_flight import InFlight
 from offload.core.locks import uninterrupted
 from offload.core.tensors import flat
 from offload.core.ticket import Ticket, TicketState
-from offload.device import DeviceTransfer, Mark
+from offload.device.device import DeviceTransfer, Mark
 from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.recipe import Record
 from offload.planning.layout import Chunk, Slice

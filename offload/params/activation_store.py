@@ -13,7 +13,8 @@ from torch import Tensor
 from offload.core.errors import CapacityError
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
-from offload.device import DeviceBuffer, DeviceTransfer
+from offload.device.buffer import DeviceBuffer
+from offload.device.device import DeviceTransfer
 from offload.params.activations import SavedStorage, Stage
 from offload.storage.engine import Priority
 from offload.storage.growing import GrowingStore

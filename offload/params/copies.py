@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.core.ticket import Ticket
-from offload.device import DeviceBuffer
+from offload.device.buffer import DeviceBuffer
 from offload.params.block import Block, Presence, pin_on_device, pinned
 from offload.params.external_edits import take_in_rebound, untangle
 from offload.params.gathered import Gathered

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-from offload.device import DeviceGauge
+from offload.device.accelerator import DeviceGauge
 
 _MARGIN = 2.0  # times the largest growth of the rest within one use
 _LONGER_MARGIN = 1.25  # times that growth, in proportion to a longer batch

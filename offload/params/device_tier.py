@@ -22,7 +22,9 @@ from torch import Tensor
 from offload.core.config import format_size
 from offload.core.errors import CapacityError, OffloadError
 from offload.core.locks import attempt
-from offload.device import HOLDERS, DeviceBuffer, DeviceFullError, DeviceGauge, DeviceTransfer
+from offload.device.accelerator import DeviceGauge
+from offload.device.buffer import HOLDERS, DeviceBuffer, DeviceFullError
+from offload.device.device import DeviceTransfer
 from offload.params.block import Block, Presence, pinned
 from offload.params.copies import Copies
 from offload.params.device_budget import DeviceBudget

@@ -23,9 +23,9 @@ from offload.core.config import format_size
 from offload.core.errors import CapacityError
 from offload.core.tensors import holders
 from offload.core.ticket import Ticket
-from offload.device import DeviceBuffer
-from offload.distributed import Ranks
+from offload.device.buffer import DeviceBuffer
 from offload.distributed.device_network import DeviceNetwork
+from offload.distributed.ranks import Ranks
 from offload.planning.unit import on_device_bytes
 
 Release = Callable[[], None]  # returns bytes that were claimed; called once

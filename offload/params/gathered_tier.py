@@ -26,7 +26,7 @@ from offload.core.config import format_size
 from offload.core.errors import CapacityError, OffloadError, StateError
 from offload.core.log import LOG
 from offload.core.ticket import split
-from offload.distributed import NETWORK, by_consensus, each_by_consensus
+from offload.distributed.consensus import NETWORK, by_consensus, each_by_consensus
 from offload.params.block import Block, Presence, pinned
 from offload.params.copies import Copies
 from offload.params.external_edits import take_in_rebound, untangle

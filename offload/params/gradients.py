@@ -32,7 +32,7 @@ from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.tensors import has_grad_to_itself, holders
 from offload.core.ticket import Ticket
-from offload.device import DeviceTransfer
+from offload.device.device import DeviceTransfer
 from offload.optim.gradient_handle import GradientHandle
 from offload.optim.staging import HostSum, StagedSums, StagingBuffer, TakeIn, equal_parts
 from offload.params.placeholder import own_grad, set_own_grad

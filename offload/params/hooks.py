@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.core.heap import HEAP
 from offload.core.locks import steadfast, uninterrupted
-from offload.distributed import world_size
+from offload.distributed.group import world_size
 from offload.planning.unit import Unit
 
 

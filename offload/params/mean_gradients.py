@@ -34,7 +34,8 @@ from offload.core.in_flight import InFlight
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket
-from offload.distributed import NETWORK, Ranks
+from offload.distributed.consensus import NETWORK
+from offload.distributed.ranks import Ranks
 from offload.params.gathered import Gathered, GatheredBlockMemory, Release
 from offload.params.gradients import gradient_memory
 from offload.params.placeholder import own_grad, set_own_grad

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from offload import kernels
 from offload.core.config import Config, format_size
 from offload.core.errors import ConfigError, StateError
-from offload.device import available_bytes, find_device, usable_bytes, used_bytes
-from offload.distributed import (
-    Ranks,
+from offload.device.accelerator import available_bytes, find_device, usable_bytes, used_bytes
+from offload.distributed.consensus import (
     by_consensus,
     check_alike,
     each_by_consensus,
-    ranks_of,
     told_checksum,
 )
+from offload.distributed.ranks import Ranks, ranks_of
 from offload.optim.agreement import START_ALIKE, VALUES
 from offload.optim.choose import choose_recipe
 from offload.optim.opening import check_wrappable

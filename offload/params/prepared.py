@@ -20,9 +20,11 @@ from offload.core.locks import steadfast, uninterrupted
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
-from offload.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
-from offload.distributed import Ranks, by_consensus
+from offload.device.accelerator import used_bytes
+from offload.device.device import READS_IN_FLIGHT_BYTES, DeviceTransfer
+from offload.distributed.consensus import by_consensus
 from offload.distributed.device_network import DeviceNetwork
+from offload.distributed.ranks import Ranks
 from offload.optim import Session, attach
 from offload.optim.consistency import clear_frames
 from offload.optim.records import OptimizerDraft

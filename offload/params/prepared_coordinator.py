@@ -16,7 +16,8 @@ from torch import Tensor
 
 from offload.core.errors import CapacityError, ConfigError, StateError
 from offload.core.pool import Pool
-from offload.distributed import Ranks, check_alike, checksum_of, each_by_consensus
+from offload.distributed.consensus import check_alike, checksum_of, each_by_consensus
+from offload.distributed.ranks import Ranks
 from offload.optim.agreement import settings_sum
 from offload.optim.coordinator import (
     Begin,

@@ -20,7 +20,8 @@ from offload import kernels
 from offload.core.errors import CapacityError
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
-from offload.device import DeviceGauge, DeviceTransfer
+from offload.device.accelerator import DeviceGauge
+from offload.device.device import DeviceTransfer
 from offload.params.block import KEY, Block, Presence, pin
 from offload.params.block_store import BlockStore
 from offload.params.device_tier import DeviceTier

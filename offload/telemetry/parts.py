@@ -13,7 +13,7 @@ from offload.core.config import format_size
 from offload.core.heap import HEAP
 from offload.core.metrics import MetricsSnapshot
 from offload.core.timeline import OTHER
-from offload.distributed import NETWORK
+from offload.distributed.consensus import NETWORK
 from offload.params.gathered_tier import GatheredTier
 from offload.params.prepared import Prepared
 from offload.planning.shares import Shares

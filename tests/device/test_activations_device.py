@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from offload.core.budget import Budget
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
-from offload.device import DeviceTransfer
+from offload.device.device import DeviceTransfer
 from offload.params import activations
 from offload.params.activation_store import HostActivations
 from offload.params.activations import Activations

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.device import Mark
+from offload.device.device import Mark
 from offload.optim import coordinator, grad_buffers
 from offload.optim.grad_buffers import GradBuffer, GradBuffers
 from offload.optim.staging import HostSum

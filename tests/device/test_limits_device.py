@@ -21,7 +21,8 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CapacityError, ConfigError
 from offload.core.pool import Pool
-from offload.device import DeviceTransfer, find_device, used_bytes
+from offload.device.accelerator import find_device, used_bytes
+from offload.device.device import DeviceTransfer
 from offload.optim import coordinator
 from offload.params import prepared, units
 from offload.params.prepared import prepared_of

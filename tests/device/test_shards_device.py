@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.distributed import like
+from offload.distributed.placing import like
 from offload.optim import coordinator
 from offload.planning import planner
 

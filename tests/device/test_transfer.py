@@ -28,7 +28,9 @@ from support.device.transfer_cases import (
 from offload.core.errors import CapacityError, ConfigError, StateError, StoreTimeout
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket, TicketState
-from offload.device import DeviceTransfer, HostTransfer, device, open_transfer
+from offload.device import device
+from offload.device.device import DeviceTransfer
+from offload.device.host import HostTransfer, open_transfer
 
 
 @functools.cache

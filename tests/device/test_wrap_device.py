@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import offload
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.device import DeviceTransfer, Mark
+from offload.device.device import DeviceTransfer, Mark
 from offload.optim import coordinator
 from offload.optim.pipeline import Pipeline
 from offload.planning import planner

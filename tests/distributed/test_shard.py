@@ -25,15 +25,10 @@ from offload.core import node_share
 from offload.core.config import Config
 from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError, StoreError
 from offload.core.ticket import Ticket
-from offload.distributed import (
-    Ranks,
-    by_consensus,
-    check_alike,
-    each_by_consensus,
-    ranks_of,
-    side_channel,
-)
+from offload.distributed import side_channel
+from offload.distributed.consensus import by_consensus, check_alike, each_by_consensus
 from offload.distributed.placing import Partition
+from offload.distributed.ranks import Ranks, ranks_of
 from offload.planning.limits import host_bytes
 
 pytestmark = pytest.mark.ranks

@@ -21,7 +21,7 @@ from support.storage_faults import FaultySystem
 
 import offload
 from offload.core.errors import StoreError
-from offload.distributed import ranks_of
+from offload.distributed.ranks import ranks_of
 from offload.optim import buckets
 from offload.storage import handout
 

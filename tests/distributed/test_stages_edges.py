@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError
-from offload.distributed import Ranks, ranks_of
+from offload.distributed.ranks import Ranks, ranks_of
 from offload.optim import buckets, sharded_coordinator
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from offload.device import DeviceReading
+from offload.device.accelerator import DeviceReading
 from offload.params.device_budget import DeviceBudget
 
 LIMIT, LEAST, UNITS = 1000, 100, 4

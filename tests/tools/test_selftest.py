@@ -28,7 +28,7 @@ from offload import kernels
 from offload.core.errors import ConfigError, OffloadError, StateError, StoreError
 from offload.core.extents import Extents
 from offload.core.ticket import Ticket
-from offload.device import HostTransfer
+from offload.device.host import HostTransfer
 from offload.kernels import calls
 from offload.storage.disk import DiskStore
 from offload.tools import cli

@@ -11,7 +11,8 @@ import torch
 
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.device import DeviceTransfer, Transfer
+from offload.device.device import DeviceTransfer
+from offload.device.host import Transfer
 from offload.tools.bench.figure import Figure, FigureUnit, rate
 from offload.tools.bench.sizes import Bench
 

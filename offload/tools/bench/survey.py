@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.core.host_facts import Accelerator, Memory
-from offload.device import DeviceTransfer, Transfer, find_device, open_transfer
+from offload.device.accelerator import find_device
+from offload.device.device import DeviceTransfer
+from offload.device.host import Transfer, open_transfer
 from offload.optim.traffic import Traffic
 from offload.planning.profile import DriveProfile, Profile, this_machine
 from offload.planning.state_plan import Plan

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.api import wrap
 from offload.core.budget import Budget
 from offload.core.pool import Pool
-from offload.device import open_transfer
+from offload.device.host import open_transfer
 from offload.storage.engine import Fault, FaultKind
 from offload.tools.selftest.bits import require_same
 from offload.tools.selftest.check import PassedCheck, Setting

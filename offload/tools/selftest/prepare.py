@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.api import close, prepare, report
 from offload.core.errors import CapacityError, OffloadError
-from offload.device import find_device, used_bytes
+from offload.device.accelerator import find_device, used_bytes
 from offload.params.prepared import prepared_of
 from offload.planning.unit import UnitSizes, on_device_bytes
 from offload.tools.selftest.bits import require_same

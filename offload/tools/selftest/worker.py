@@ -35,7 +35,7 @@ from offload.core.errors import OffloadError
 from offload.core.host_facts import HostFacts, free_memory_bytes, read_machine, usable_cores
 from offload.core.metrics import Metrics
 from offload.core.torch_versions import describe
-from offload.device import find_device
+from offload.device.accelerator import find_device
 from offload.storage.choose import open_engine
 from offload.tools.output import show_size
 from offload.tools.selftest.check import (

@@ -17,7 +17,7 @@ from torch import nn
 from offload.api import prepare, report
 from offload.core.errors import ConfigError, OffloadError
 from offload.core.host_facts import free_memory_bytes, read_memory
-from offload.device import find_device
+from offload.device.accelerator import find_device
 from offload.planning.trial import current
 from offload.tools.forecast.model_shape import Shape
 from offload.tools.forecast.model_source import ModelSource, find_source

@@ -11,9 +11,9 @@ from torch import Tensor
 from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
-from offload.device import DeviceTransfer
-from offload.distributed import ranks_of
+from offload.device.device import DeviceTransfer
 from offload.distributed.device_network import DeviceNetwork
+from offload.distributed.ranks import ranks_of
 from support.device.transfer_cases import register
 
 SLICE, BLOCKS = 96, 5  # elements of a slice

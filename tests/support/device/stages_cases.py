@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import offload
 from offload.core.errors import StateError
 from offload.core.pool import Pool
-from offload.distributed import Ranks, ranks_of
+from offload.distributed.ranks import Ranks, ranks_of
 from offload.optim import buckets, coordinator
 from offload.planning import planner
 from support.device.mutants import Mutant, patched

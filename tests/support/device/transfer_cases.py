@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.core.budget import Budget
 from offload.core.pool import Lease, Pool
 from offload.core.ticket import Ticket
-from offload.device import HostTransfer
+from offload.device.host import HostTransfer
 
 WIDTH, LAYERS, STEPS, RATE = 16, 4, 3, 0.1
 SIZE = 4 * WIDTH * WIDTH  # bytes of a layer

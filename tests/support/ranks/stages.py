@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import offload
-from offload.distributed import Ranks
+from offload.distributed.ranks import Ranks
 
 VOCAB, DIM, LENGTH = 67, 24, 9
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError
 from offload.core.pool import PIECE_ALIGN, Pool
-from offload.device import READS_IN_FLIGHT_BYTES, DeviceGauge, DeviceTransfer
+from offload.device.accelerator import DeviceGauge
+from offload.device.device import READS_IN_FLIGHT_BYTES, DeviceTransfer
 from offload.optim.pipeline import Pipeline
 from offload.optim.staging import NO_STAGING, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
