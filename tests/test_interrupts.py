@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -489,6 +490,27 @@ def test_a_gradient_whose_copy_has_failed_is_told_once_and_leaves_its_place() ->
             gradients.of(param)
     gradients.end_backward()
     assert len(gradients._slots) == device_tier.STAGING_PLACES
+
+
+def test_a_download_that_does_not_begin_leaves_its_staging_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its buffer was lost, and once the others were in use the next addend had none."""
+    copies = Copies()
+    param, gradients = device_gradients(copies)
+    set_own_grad(param, torch.ones(64))
+    gradients.arrived(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "read", Mock(side_effect=RuntimeError("out of memory")))
+        set_own_grad(param, torch.ones(64))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            gradients.arrived(0)
+    assert len(gradients._slots) == device_tier.STAGING_PLACES
+    for _ in range(device_tier.STAGING_PLACES + 1):
+        set_own_grad(param, torch.ones(64))
+        gradients.arrived(0)
+    expected = torch.full((64,), 2.0 + device_tier.STAGING_PLACES)
+    assert torch.equal(cast(Tensor, gradients.of(param)), expected)
 
 
 def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:

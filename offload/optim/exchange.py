@@ -275,7 +275,7 @@ class Gathering:
             own = torch.empty(0, dtype=torch.uint8, device="cpu")
             what = self._name(self._left[0])
             self._settle(self._exchange.ranks.gather(own, own, what, after=ended).wait)
-        while self._flying:
+        for _ in range(len(self._flying)):
             self._settle(self._flying.finish_oldest)
         self._settle(self._exchange.join)
 

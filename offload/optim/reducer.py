@@ -262,7 +262,7 @@ class Reducer:
         """Discard the reductions in flight, and ignore their errors: the next collective reports
         them.
         """
-        while self._flying:
+        for _ in range(len(self._flying)):
             with suppress(OffloadError):
                 self._flying.finish_oldest()
 

@@ -295,7 +295,11 @@ class StagedSums:
                 self._coming.finish_oldest()
             buffer = self._borrow()
             values = buffer.memory.view(source.dtype)[: end - begin]
-            ticket = download(source[begin:end], values)
+            try:
+                ticket = download(source[begin:end], values)
+            except BaseException:
+                self._give_back(buffer)
+                raise
             add = partial(take_in, values, begin)
             self._coming.add(ticket, add, partial(self._give_back, buffer), whose)
 

@@ -41,7 +41,8 @@ class _Arrival:
 
     @property
     def done(self) -> bool:
-        return self.block.reading is None or self.block.reading.done
+        reading = self.block.reading  # another thread may take the block in
+        return reading is None or reading.done
 
     def wait(self) -> None:
         self.cache.await_arrival(self.block)
@@ -223,8 +224,9 @@ class SpilledGradientReader:
         slot, at = None, 0
         for part, whose, begin, end in self._cold_in(chunk):
             if slot is None:
-                slot = self._slots[chunk.number] = self._area.take()
-                slot.is_staged = True
+                with self._area.lock:  # until it is staged, others may find it free
+                    slot = self._slots[chunk.number] = self._area.take()
+                    slot.is_staged = True
             piece = whose.range_of(begin, end)
             assert piece is not None, "cut for this plan"
             nbytes = round_up((end - begin) * whose.dtype.itemsize, LINE)

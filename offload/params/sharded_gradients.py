@@ -75,7 +75,7 @@ class ShardedGradients(MeanGradients):
                 # torch wants the gradient of an exposed parameter on the parameter's device.
                 device = param.device if param in self._exposed else "cpu"
                 self._handles[param] = GradientHandle.of(
-                    param, ShardOfGradient(self, one, param), device
+                    param, ShardOfGradient(self, param), device
                 )
             return self._handles[param]
 
@@ -192,15 +192,13 @@ def _give_back(one: UnitSum, whole: Tensor) -> None:
 
 
 class ShardOfGradient:
-    """The source of one gradient of which each rank has a shard."""
+    """The source of one gradient of which each rank has a shard. It has no reference to the shard:
+    user code may hold it for longer than the engine holds the memory.
+    """
 
-    def __init__(self, owner: ShardedGradients, one: UnitSum, param: Tensor) -> None:
-        self._owner, self._sum, self._param = owner, one, param
-        self.ranks = owner.ranks
-
-    @property
-    def name(self) -> str:
-        return self._owner.name_of(self._param)
+    def __init__(self, owner: ShardedGradients, param: Tensor) -> None:
+        self._owner, self._param = owner, param
+        self.name, self.ranks = owner.name_of(param), owner.ranks
 
     @property
     def answers(self) -> Answers:
@@ -223,12 +221,13 @@ class ShardOfGradient:
         """
         if not self._owner.is_of(self._param, self):
             raise StateError(f"{self.name}: this gradient has been dropped; ask for .grad again")
-        if self._param in self._sum.arrived:
+        one = self._owner.sum_of[self._param]
+        if self._param in one.arrived:
             raise StateError(
                 f"{self.name}: its gradient of no_sync() is not reduced yet; run the last backward "
                 "pass outside of it"
             )
-        return self._sum
+        return one
 
     def load(self, func: Callable[..., Any]) -> NoReturn:
         _refuse(f"gradient of {self.name}", func)

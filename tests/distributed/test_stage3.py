@@ -7,6 +7,7 @@ ones, one after the other; each is a test. The first that fails is the last.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import traceback
@@ -41,6 +42,7 @@ from support.ranks.stage3 import (
 from torch import Tensor, nn
 
 import offload
+from offload.core.budget import HOST
 from offload.core.errors import CapacityError, ConfigError, StateError
 from offload.params.residency import Residency
 from offload.planning.unit import ALIGN_BYTES
@@ -232,6 +234,24 @@ def gradients_seen(rank: int, directory: str) -> None:
     assert all(p.grad is None for p in model.parameters())
     refused(StateError, "dropped", first.norm)
     optimizer.close()
+
+
+def gradients_held(rank: int, directory: str) -> None:
+    """A gradient that the user's code still has holds none of the model's memory."""
+    before = HOST.used_bytes
+    for drops in (False, True):
+        model, optimizer = seeded(Gpt), None
+        model, optimizer = offload.prepare(model, adamw(model))
+        train(model, optimizer, rank, 1)
+        loss_of(model, tokens(rank, 0)).backward()
+        held, name = model.head.weight.grad, "embedding.weight"  # they are tied
+        if drops:
+            optimizer.zero_grad()
+        optimizer.close()
+        del model, optimizer
+        gc.collect()
+        assert HOST.used_bytes == before
+        refused(StateError, f"{name}: this gradient has been dropped", held.norm)
 
 
 def not_reduced(rank: int, directory: str) -> None:
@@ -616,6 +636,7 @@ OF_TWO: dict[str, Case] = {
     "each rank has half, and sends what theory says": counted,
     "frozen parameters send no gradients": frozen,
     "gradients are seen as whole tensors": gradients_seen,
+    "gradients that are held hold no memory": gradients_held,
     "gradients of no_sync must be reduced": not_reduced,
     "max_grad_norm is over all ranks": clipped_inside,
     "a GradScaler is refused": scaled,

@@ -9,6 +9,7 @@ import errno
 import gc
 import io
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,17 +25,22 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CorruptionError, StateError, StoreError, StoreTimeout
 from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
 from offload.optim.gradient_handle import GradientHandle
 from offload.optim.gradient_source import GradientEdit
+from offload.params import block_staging
+from offload.params.block_staging import SpilledGradientReader
 from offload.params.prepared import prepared_of
 from offload.params.spill import SpillArea
 from offload.params.spilled_gradient import SpilledGradientValues, StagedGradientRange
 from offload.planning import planner
+from offload.planning.layout import Chunk, Slice
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
 
 KI = 1024
 BUDGET = 400 * KI
+CHUNK = Chunk(0, "a chunk", ("exp_avg",), (Slice(0, 0, 256, 0),), 256)
 
 
 class Net(nn.Module):
@@ -685,6 +691,45 @@ def test_what_was_never_started_loses_no_staging_memory(tmp_path: Path) -> None:
     with staging(tmp_path) as area:
         area.lose_after(area.slots[0], StoreTimeout("not started", errno=errno.ETIME))
         assert not area.slots[0].is_lost
+
+
+def test_a_slot_that_the_update_takes_is_no_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staging(tmp_path, 16 * KI) as area:
+        values = gradient(area, torch.randn(256))
+        area.settle()
+        reader, real, found = SpilledGradientReader(area, {}), area.take, []
+        reader.begin({0: values.part(0, 256)}, [CHUNK])
+        other = threading.Thread(target=lambda: found.append(real()))
+
+        def take() -> Any:
+            slot = real()
+            other.start()  # it comes while the slot is free no more, and not staged yet
+            other.join(0.2)
+            return slot
+
+        monkeypatch.setattr(area, "take", take)
+        (staged,) = reader.take(CHUNK).values()
+        other.join()
+        assert found[0] is not reader._slots[CHUNK.number]
+        staged.wait()
+        reader.end()
+
+
+def test_a_block_that_another_thread_takes_in_has_come() -> None:
+    class Block:
+        """A block whose read is taken in as soon as somebody has looked at it."""
+
+        def __init__(self) -> None:
+            self._reads: list[Ticket[None] | None] = [Ticket("a read"), None]
+
+        @property
+        def reading(self) -> Ticket[None] | None:
+            return self._reads.pop(0) if len(self._reads) > 1 else self._reads[0]
+
+    arrival: Any = block_staging._Arrival
+    assert arrival(Block(), None).done in (False, True)
 
 
 def test_an_interrupted_addition_gives_its_slots_back(
