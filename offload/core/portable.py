@@ -82,7 +82,8 @@ def write_private(path: Path, content: str | bytes) -> None:
         try:
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
         except FileNotFoundError as error:
-            raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
+            problem = "takes no files" if path.parent.is_dir() else "is not there; make it"
+            raise ConfigError(f"path: the directory {path.parent} {problem}") from error
         try:
             with open(handle, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)

@@ -275,4 +275,5 @@ def _fingerprint(units: Sequence[Unit]) -> str:
         for unit in units
         for m in unit.members
     ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    # Names are any texts, also those that no file could hold.
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:16]

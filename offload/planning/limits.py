@@ -14,6 +14,7 @@ from offload.core.config import Config, format_size
 from offload.core.errors import CapacityError, ConfigError
 from offload.core.host_facts import Memory, free_memory_bytes, read_memory
 from offload.core.node_share import current
+from offload.core.strict_json import printable
 
 _LAST_ERROR = ("last_exc", "last_value", "last_traceback")  # kept by a notebook or a prompt
 _LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for other processes
@@ -25,11 +26,11 @@ def check_directories(config: Config) -> None:
     today: a later plan may need them.
     """
     for path in config.nvme or ():  # type: ignore[union-attr]
-        directory = Path(path)
+        directory, name = Path(path), printable(path)
         if not directory.is_dir():
-            raise ConfigError(f"nvme: {directory} is not a directory; make it, or give another")
+            raise ConfigError(f"nvme: {name} is not a directory; make it, or give another")
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise ConfigError(f"nvme: {directory} cannot be written to; allow it, or give another")
+            raise ConfigError(f"nvme: {name} cannot be written to; allow it, or give another")
 
 
 def refuse_unbuilt(config: Config, names: Iterable[str], what: str) -> None:

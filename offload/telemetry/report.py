@@ -31,6 +31,7 @@ from offload.telemetry.parts import Account, ModelUse, ProcessUse, RankUse
 from offload.telemetry.run_file import About, ParamFact, Run, UnitFact
 from offload.telemetry.words import (
     MOVES,
+    STAGING,
     Writer,
     as_numbers,
     below,
@@ -349,7 +350,11 @@ def _about_model(made: Prepared) -> About:
         device_bytes=prepare_plan.plan.device_bytes or None,
         directories=len(prepare_plan.directories),
         plan=str(prepare_plan.plan),
-        shares={**made.shares.parts, "gradients on disk": made.shares.gradients_on_disk},
+        shares={
+            **made.shares.parts,
+            "gradients on disk": made.shares.gradients_on_disk,
+            STAGING: made.shares.staging,
+        },
         units=tuple(
             UnitFact(u.name, u.nbytes, u.needs, u.number in kept, u.number not in stored)
             for u in made.units

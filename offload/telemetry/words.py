@@ -14,6 +14,8 @@ from offload.telemetry.iterations import OUTSIDE, IterationSummary, is_wait
 
 UNKNOWN: Final = "–"  # noqa: RUF001 # a dash, as tables have it
 
+STAGING: Final = "staging of spilled gradients"  # a part of the share of gradients
+
 # Bytes by tier and direction: the counter, and the text for people.
 MOVES: Final = {
     "disk_read_bytes": "read from disk",

@@ -325,6 +325,16 @@ def test_to_where_it_is_does_nothing(gpt: tuple[nn.Module, Any]) -> None:
     assert step(model, optimizer, 1) == step(plain, theirs, 1)
 
 
+def test_any_text_may_be_a_name(tmp_path: Path) -> None:
+    model: Any = nn.Sequential()
+    model.add_module("a lone surrogate \udc80", nn.Linear(4, 4))
+    model, optimizer = offload.prepare(model, torch.optim.AdamW(model.parameters()))
+    with optimizer:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        offload.report(model).save_trace(tmp_path / "run.json")
+
+
 def test_buffers_move_as_torch_moves_them(tmp_path: Path) -> None:
     model = offload.prepare(make("pictures"), nvme=tmp_path)
     model.apply(lambda module: module)

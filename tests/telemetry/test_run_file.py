@@ -20,6 +20,8 @@ from offload.core.errors import FormatError, OffloadError, StoreError
 from offload.core.timeline import COMPUTE, DISK_READS, DISK_WRITES, STEP, UPDATE, WAITING
 from offload.telemetry import run_file
 from offload.telemetry.run_file import Run
+from offload.telemetry.words import STAGING
+from offload.tools.html_report.timeline import tiers_of
 
 LAYERS, WIDTH = 6, 128
 
@@ -96,6 +98,9 @@ def test_memory_is_sampled_and_within_its_shares(run: Run) -> None:
     shares = run.about.shares  # spilled gradients pass through memory of the same pool
     most = max(nbytes[at] for _, nbytes in run.samples)
     assert most <= shares["parameters"] + shares["gradients"]
+    host, *_ = (tier for tier in tiers_of(run) if tier.name == "host")
+    assert host.budget_bytes and host.peak_bytes <= host.budget_bytes, "no byte counts twice"
+    assert shares[STAGING] and shares["gradients on disk"]
 
 
 def test_bytes_of_steps_are_those_of_the_report(run: Run) -> None:

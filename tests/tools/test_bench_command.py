@@ -824,6 +824,13 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch)
     assert (last.strip(), end) == ("", "")
 
 
+def test_a_narrow_terminal_has_no_room_for_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    BenchProgress(StatusLine(stream)).begin("/mnt/nvme0: write")
+    assert stream.getvalue().strip() == "0% /mnt/nvme0: write"
+
+
 def test_elsewhere_each_figure_is_a_line() -> None:
     stream = io.StringIO()
     progress = BenchProgress(StatusLine(stream))

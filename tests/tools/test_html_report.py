@@ -458,6 +458,13 @@ def test_two_runs_stand_beside_each_other_with_ratios() -> None:
     assert "Timeline of A: before" in text and "Timeline of B: after" in text
 
 
+def test_what_only_one_of_two_runs_has_is_shown() -> None:
+    other = replace(RUN, about=replace(ABOUT, shares={"state": 30 * MIB, "activations": MIB}))
+    text = Elements(make_page([RUN, other], ["before", "after"])).text
+    assert re.search(r"host memory, parameters\s+40 MiB\s+none", text)
+    assert re.search(r"host memory, activations\s+none\s+1 MiB", text)
+
+
 @pytest.mark.parametrize("run", [EMPTY, replace(EMPTY, events=EVENTS), replace(RUN, events=())])
 def test_what_was_not_recorded_is_said(run: Run) -> None:
     assert Elements(make_page([run], ["x"])).open == []

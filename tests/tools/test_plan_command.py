@@ -120,6 +120,8 @@ def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["5M", "--sequence", "9" * 20], "cannot be made"),
         (["9" * 11 + "T"], "cannot be made"),
         (["5M", "--nvme", "/nowhere"], "is not a directory"),
+        (["5M", "--nvme", "/no\x1bwhere"], r"nvme: /no\x1bwhere is not a directory"),
+        (["--trace", "no\x1b\n.json"], r"trace: no\x1b\n.json is not there"),
         (["5M", "--on", "nothing.json"], "expected a profile's file or one of"),
         (["5M", "--from", "rtx4090-1ssd"], "--from: is for --trace"),
         (["5M", "--trace", "run.json"], "exclude each other"),
@@ -228,6 +230,7 @@ def test_a_run_is_replayed_on_another_machine(
     assert (code, data["format"]) == (0, "offload replay")
     assert data["recommended"] in data["trials"]
     assert data["machine"] == "workstation-cpu" and data["factor"] == 1.0
+    assert data["recorded_step_s"] == run_file.load(trace).iterations.typical_s
 
 
 def test_computing_is_scaled_by_the_speed_of_both_machines(trace: Path, tmp_path: Path) -> None:

@@ -431,7 +431,8 @@ load("lazy", 0, 1 << 28)
 from offload.tools.selftest import copies
 from offload.tools.selftest.check import Setting
 from offload.tools.selftest.worker import run_check
-from offload.device import DeviceBuffer, DeviceTransfer
+from offload.device.buffer import DeviceBuffer
+from offload.device.device import DeviceTransfer
 from offload.device.device import Mark
 import torch
 def no_wait(self):
@@ -718,6 +719,7 @@ def test_the_same_seed_draws_the_same() -> None:
         (["--only", "kernel"], "did you mean 'kernels'"),
         (["--only", ","], "expected names"),
         (["--nvme", "{folder}/missing"], "is not a directory"),
+        (["--nvme", "{folder}/\x1b"], r"/\x1b is not a directory"),
         (["--nvme", "{folder}/file"], "is not a directory"),
         (["--device", "abacus", "--nvme", "{folder}"], "device"),
         (["--device", "cuda", "--nvme", "{folder}"], "device: expected the CPU alone here"),

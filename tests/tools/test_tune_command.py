@@ -671,6 +671,18 @@ def test_on_a_terminal_the_line_of_the_running_trial_is_written_over() -> None:
     assert re.search(r"1  all derived +1\.1 ± 0\.05 +25% +1\.1  1:00$", last)
 
 
+def test_in_a_narrow_terminal_the_times_of_the_running_trial_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    screen: Any = Terminal()
+    found = session.TrialTable(StatusLine(screen))
+    found.search = Search(SearchSpace(Tuning(), ()), lambda _: Measured((1.0,), 1.0), 100.0)
+    found.search.take(Tuning(), Measured((1.0, 1.2), 40.0, 0.25))
+    found.tick(Tuning(prefetch_depth=2), 3.0)
+    assert screen.text.strip() == "0:03 1.1 0:57 | depth 2"
+
+
 def test_knobs_are_told_in_the_words_of_the_command() -> None:
     every = Tuning(3, 200, 512 * KI, 64, 2, "recompute")
     assert session.describe(every, 100) == (

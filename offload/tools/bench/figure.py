@@ -91,7 +91,9 @@ class BenchProgress:
     def at(self, share: float) -> None:
         """Note the progress of the present measurement: `share` of it is done, from 0 to 1."""
         done = round(share * _BAR)
-        self.line.update(f"[{'#' * done}{'-' * (_BAR - done)}] {share:4.0%} {self._name}")
+        told, width = f"{share:4.0%} {self._name}", self.line.width
+        whole = f"[{'#' * done}{'-' * (_BAR - done)}] {told}"
+        self.line.update(whole if width is None or len(whole) <= width else told)
 
     def done(self, figure: Figure) -> None:
         """Take a result of the present measurement; one measurement may have several."""

@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError, ConfigError
+from offload.core.strict_json import printable
 from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
 from offload.telemetry import run_file
@@ -134,7 +133,9 @@ def replay(
     not work within the whole budgets.
     """
     if not Path(trace).exists():
-        raise ConfigError(f"trace: {trace} is not there; offload.report(...).save_trace writes one")
+        raise ConfigError(
+            f"trace: {printable(trace)} is not there; offload.report(...).save_trace writes one"
+        )
     run = run_file.load(trace)
     machine = find_machine(on)
     if machine.profile is None:
@@ -214,11 +215,11 @@ def _tried(
     others = [run_within(fewer, depth) for fewer in _fewer(budgets)]
     first = depths or [run_within(budgets, 0)]
     trials = tuple(dict.fromkeys([*first, *others]))
-    chosen = _least_of(trials)
+    chosen, recorded = _least_of(trials), run.iterations
     return Replay(
         title=run.about.title,
         recorded_on=f"{run.about.cpu}, {run.about.cores} cores",
-        recorded_step_s=_recorded_s(run.about),
+        recorded_step_s=recorded.typical_s if recorded.is_whole else None,
         machine=machine.name,
         machine_note=machine.note,
         factor=factor,
@@ -243,13 +244,6 @@ def _least_of(trials: Sequence[ReplayTrial]) -> ReplayTrial:
     best_s = min(trial.step_s for trial in trials if trial.step_s is not None)
     good = [t for t in trials if t.step_s is not None and t.step_s <= _AS_GOOD * best_s]
     return min(good, key=lambda t: (t.host_bytes or 0, t.drives, t.depth))
-
-
-def _recorded_s(about: About) -> float | None:
-    """Return the median of the seconds from one step's end to the next one's; None: not known."""
-    ends = [step.end_s for step in about.steps]
-    gaps = [after - before for before, after in pairwise(ends)]
-    return median(gaps[1:] or gaps) if gaps else None
 
 
 def _size(nbytes: int | None) -> str:

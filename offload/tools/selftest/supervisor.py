@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from offload.core.errors import ConfigError, StateError, StoreError
+from offload.core.strict_json import printable
 from offload.tools.child import ended_by_signals, last_lines, signal_group
 from offload.tools.selftest.check import CheckResult, CheckStatus, Setting
 
@@ -173,13 +174,14 @@ def _scratch(parent: Path) -> Iterator[Path]:
     """Provide a new directory below `parent` while the block runs, then remove it. Raises
     `ConfigError` or `StoreError` if it cannot be made.
     """
+    name = printable(parent)
     if not parent.is_dir():
-        raise ConfigError(f"--nvme: {parent} is not a directory; make it, or give another")
+        raise ConfigError(f"--nvme: {name} is not a directory; make it, or give another")
     try:
         directory = Path(tempfile.mkdtemp(prefix="offload-selftest-", dir=parent)).resolve()
     except OSError as error:
         raise StoreError(
-            f"--nvme: {parent} cannot be written to: {error.strerror}; allow it, or give another",
+            f"--nvme: {name} cannot be written to: {error.strerror}; allow it, or give another",
             errno=error.errno,
             operation="mkdir",
             file=str(parent),

@@ -18,7 +18,7 @@ from offload.core.config import PARAM_DTYPES, parse_size
 from offload.core.errors import ConfigError
 from offload.core.host_facts import read_memory
 from offload.core.strict_json import printable
-from offload.integrations.screen import StatusLine
+from offload.integrations.screen import LinePart, StatusLine, fit
 from offload.planning import profile
 from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
 from offload.planning.trial import TrialResult
@@ -188,9 +188,13 @@ class TrialTable:
 
     def tick(self, tuning: Tuning, spent_s: float) -> None:
         """Update the line of the trial that runs."""
-        knobs = describe(tuning, self.layer_bytes)
-        state = f"{clock(spent_s):>16}          {self._state(spent_s)}"
-        self.line.update(f"  ...  {knobs:<{_KNOBS_WIDTH}} {state}")
+        knobs, state = describe(tuning, self.layer_bytes), self._state(spent_s)
+        row = f"  ...  {knobs:<{_KNOBS_WIDTH}} {clock(spent_s):>16}          {state}"
+        width = self.line.width
+        if width is not None and len(row) > width:  # what changes first, without the columns
+            times = " ".join([clock(spent_s), *state.split()])
+            row = fit([LinePart(times, 0), LinePart(knobs, 1)], width)
+        self.line.update(row)
 
     def _state(self, spent_s: float = 0.0) -> str:
         if self.search is None:
