@@ -160,7 +160,7 @@ def test_state_of_another_order_is_gathered_in_its_own_type(default: None) -> No
     """The state of channels_last parameters, shared by ranks."""
     own = torch.arange(24, dtype=torch.float32, device="cpu") / 7  # not in 16 bits
     shape = (2, 3, 2, 2)
-    known = {"number": 0, "own": None, "own_range": (0, 24), "shape": shape}
+    known = {"number": 0, "own": (0, 24), "own_range": (0, 24), "shape": shape}
     record: Any = type("R", (), known)()
     record.stride = (12, 1, 6, 3)
     held: Any = type("H", (), {"record": record, "fields": ["exp_avg"]})()
