@@ -33,7 +33,7 @@ from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
 from offload.core.tensors import is_row_major
 from offload.distributed.placing import is_sharded, like
-from offload.optim import Session, is_wrapped
+from offload.optim import Session, inner_optimizer, is_wrapped
 from offload.optim.export import ParamOptimizerState
 from offload.optim.recipe import Record
 from offload.optim.saver import Saver
@@ -334,12 +334,7 @@ def _like(source: FieldSource, param: Tensor) -> Tensor:
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside the one that accelerate or Lightning made, if there is one."""
-    found: Any = optimizer
-    while not is_wrapped(found):
-        held = getattr(found, "optimizer", None)
-        if held is found or not isinstance(held, torch.optim.Optimizer):
-            break
-        found = held
+    found = inner_optimizer(optimizer)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"

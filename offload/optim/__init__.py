@@ -11,7 +11,7 @@ holds), `optimizer` (what the user sees). Beside them: `opening` (what is refuse
 from __future__ import annotations
 
 from offload.optim.lion import Lion
-from offload.optim.optimizer import OffloadOptimizer, attach, is_wrapped
+from offload.optim.optimizer import OffloadOptimizer, attach, inner_optimizer, is_wrapped
 from offload.optim.session import Session
 
-__all__ = ["Lion", "OffloadOptimizer", "Session", "attach", "is_wrapped"]
+__all__ = ["Lion", "OffloadOptimizer", "Session", "attach", "inner_optimizer", "is_wrapped"]

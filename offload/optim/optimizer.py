@@ -226,6 +226,16 @@ def is_wrapped(optimizer: object) -> TypeGuard[OffloadOptimizer]:
     return isinstance(optimizer, OffloadOptimizer)
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside of those that accelerate or Lightning made around it."""
+    while not is_wrapped(optimizer):
+        held = getattr(optimizer, "optimizer", None)
+        if held is optimizer or not isinstance(held, torch.optim.Optimizer):
+            break
+        optimizer = held
+    return optimizer
+
+
 @uninterrupted
 def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Wrap the optimizer: change its class. Its state must be in the session already."""

@@ -176,8 +176,7 @@ def leased(pool: Pool | None, nbytes: int, what: str, dtype: torch.dtype = torch
     if not nbytes:
         return torch.empty(0, dtype=dtype, device="cpu")
     assert pool is not None, "a plan that holds memory has a pool"
-    with pool.lease(nbytes, what=what) as lease:
-        return lease.tensor(dtype)
+    return pool.lease(nbytes, what=what).tensor(dtype)
 
 
 def _key(chunk: Chunk) -> str:

@@ -214,8 +214,7 @@ class HostActivations:
             self._take_in_over()
             self._transfer.poll()  # copies that have ended hold no memory any more
             try:
-                with self._pool.lease(piece.nbytes, what=piece.name) as lease:
-                    return lease.tensor()
+                return self._pool.lease(piece.nbytes, what=piece.name).tensor()
             except CapacityError:
                 if not may_wait or not self._make_room():
                     raise

@@ -65,8 +65,8 @@ class SpilledGradientParams:
             return None
         assert store is not None, "nothing is spilled without a disk"
         what = "gradients on their way to disk and back"
-        with pool.lease(self.staging_bytes, what=what) as lease:
-            return SpillArea(store, lease.tensor(), self.room_bytes, metrics, self.params)
+        memory = pool.lease(self.staging_bytes, what=what).tensor()
+        return SpillArea(store, memory, self.room_bytes, metrics, self.params)
 
 
 def gradient_memory(params: Mapping[int, Tensor], pool: Pool) -> dict[int, Tensor]:
@@ -183,8 +183,8 @@ class DeviceGradients:
         self._slot_bytes = _staging_buffer_bytes([*self._places, *spilled])
         self._slots: list[StagingBuffer] = []  # staging buffers that are free
         for _ in range(STAGING_PLACES if self._slot_bytes else 0):
-            with pool.lease(self._slot_bytes, what="gradients to be added") as lease:
-                self._slots.append(StagingBuffer(lease.tensor()))
+            slot = pool.lease(self._slot_bytes, what="gradients to be added").tensor()
+            self._slots.append(StagingBuffer(slot))
         self._coming = StagedSums(self._slots.pop, self._slots.append, STAGING_PLACES)
 
     # --- during backward --------------------------------------------------------------------------

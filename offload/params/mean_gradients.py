@@ -133,8 +133,7 @@ class MeanGradients:
         self._slots: list[Tensor] = []  # free staging buffers
         size = _place_bytes(sharding, [units[number] for number in shards])
         for _ in range(STAGING_PLACES if size else 0):
-            with pool.lease(size, what="shards of gradients on their way") as lease:
-                self._slots.append(lease.tensor())
+            self._slots.append(pool.lease(size, what="shards of gradients on their way").tensor())
 
     # --- during backward --------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from offload.core.config import format_size
 from offload.core.errors import ConfigError
 from offload.core.metrics import MOST_EVENTS, Sample
 from offload.core.timeline import IN_MODEL, IN_STEP, Event, StepFact, whole_steps
-from offload.optim import Session, is_wrapped
+from offload.optim import Session, inner_optimizer, is_wrapped
 from offload.optim.step_stats import StepStats
 from offload.params.prepared import Prepared, prepared_of
 from offload.params.trace import Trace
@@ -321,14 +321,12 @@ def _session_of(optimizer: Any) -> Session:
     """Return the session of the optimizer itself, or of the one that it holds, as accelerate's and
     Lightning's do.
     """
-    found = optimizer
-    while not is_wrapped(found):
-        outer, found = found, getattr(found, "optimizer", None)
-        if found is outer or not isinstance(found, torch.optim.Optimizer):
-            raise ConfigError(
-                f"report: expected a wrapped optimizer or a prepared model, got "
-                f"{type(optimizer).__name__}"
-            )
+    found = inner_optimizer(optimizer)
+    if not is_wrapped(found):
+        raise ConfigError(
+            f"report: expected a wrapped optimizer or a prepared model, got "
+            f"{type(optimizer).__name__}"
+        )
     return found._offload_session
 
 

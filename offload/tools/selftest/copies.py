@@ -58,8 +58,8 @@ class CopyBench:
 
     def leased(self, value: float) -> Tensor:
         """Lease a matrix from the pool; its memory returns when the tensor is freed."""
-        with self.pool.lease(4 * SIDE * SIDE) as lease:
-            return lease.tensor(torch.float32).view(SIDE, SIDE).fill_(value)
+        memory = self.pool.lease(4 * SIDE * SIDE).tensor(torch.float32)
+        return memory.view(SIDE, SIDE).fill_(value)
 
     def compute_late(self) -> None:
         """Queue long work on the compute stream."""

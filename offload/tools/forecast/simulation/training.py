@@ -27,7 +27,7 @@ from offload.storage.disk import DiskStore
 from offload.storage.weights import WeightBlock
 from offload.tools.forecast.simulation.activations import VirtualActivations
 from offload.tools.forecast.simulation.clock import Clock, Drives, Rates, VirtualMetrics
-from offload.tools.forecast.simulation.device import VirtualDevice
+from offload.tools.forecast.simulation.device import VirtualDevice, VirtualStaging
 from offload.tools.forecast.simulation.gradients import VirtualGradients
 from offload.tools.forecast.simulation.memory import (
     FactUnit,
@@ -35,7 +35,6 @@ from offload.tools.forecast.simulation.memory import (
     VirtualStore,
     VirtualWeightBlock,
 )
-from offload.tools.forecast.simulation.staging import VirtualStaging
 from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
 COMPUTE, UPDATE, BETWEEN = "compute", "update", "between"
