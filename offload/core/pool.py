@@ -385,10 +385,6 @@ class Lease:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
 
-    def buffer(self) -> memoryview:
-        """Return the memory as bytes; the view keeps the memory alive as a tensor does."""
-        return memoryview(self._memory())[: self.nbytes].cast("B")
-
     def release(self, *exception: object) -> None:
         """End the lease. Its extent returns to the pool as soon as no tensor or view is left on it.
         Idempotent.

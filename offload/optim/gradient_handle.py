@@ -99,9 +99,10 @@ class GradientHandle(RefusingTensor):
         self.stays = True
         return self.here
 
-    @classmethod
-    def _harmless(cls) -> frozenset[Any]:
-        return _harmless()
+    @staticmethod
+    @cache
+    def _harmless() -> frozenset[Any]:
+        return harmless(_ATTRIBUTES, _METHODS)
 
     @classmethod
     def _decide(
@@ -143,11 +144,6 @@ def _answers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
     """Return the answers of the first gradient among the arguments."""
     first = next(found_in(GradientHandle, (args, kwargs)), None)
     return first.source.answers if first is not None else {}
-
-
-@cache
-def _harmless() -> frozenset[Any]:
-    return harmless(_ATTRIBUTES, _METHODS)
 
 
 def gradient_of(record: Record) -> Gradient:

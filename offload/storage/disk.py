@@ -319,11 +319,6 @@ class DiskStore:
             self._table.take_in()
             return sorted(self._table.current)
 
-    def nbytes_of(self, name: str) -> int:
-        self.engine.check_usable()
-        with self._lock:
-            return self._table.version(name).nbytes
-
     # --- the whole --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:

@@ -31,6 +31,7 @@ from support.stores import (
     flip_bit,
     is_direct,
     memory_at,
+    nbytes_of,
     nothing_left,
     open_store,
     peek,
@@ -341,7 +342,7 @@ def test_many_threads(store: DiskStore) -> None:
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
     assert store.stats().used_bytes == sum(
-        -(-store.nbytes_of(name) // BLOCK) * BLOCK for name in store.names()
+        -(-nbytes_of(store, name) // BLOCK) * BLOCK for name in store.names()
     )
 
 

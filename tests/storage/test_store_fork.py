@@ -124,17 +124,17 @@ class Traffic:
         leases = [self._pool.lease(nbytes) for nbytes in sizes]
         seed = self._rng.randrange(1 << 30)
         for number, lease in enumerate(leases):
-            np.asarray(lease.buffer())[:] = expected(seed + number, lease.nbytes)
-        writes = [self._store.write(f"{n}", lease.buffer()) for n, lease in enumerate(leases)]
+            lease.tensor().numpy()[:] = expected(seed + number, lease.nbytes)
+        writes = [self._store.write(f"{n}", lease.tensor()) for n, lease in enumerate(leases)]
         for ticket in writes:
             ticket.wait(HANG_S)
         for lease in leases:
-            np.asarray(lease.buffer())[:] = 0xEE
-        reads = [self._store.read(f"{n}", lease.buffer()) for n, lease in enumerate(leases)]
+            lease.tensor().numpy()[:] = 0xEE
+        reads = [self._store.read(f"{n}", lease.tensor()) for n, lease in enumerate(leases)]
         for ticket in reads:
             ticket.wait(HANG_S)
         for number, lease in enumerate(leases):
-            assert np.array_equal(lease.buffer(), expected(seed + number, lease.nbytes))
+            assert np.array_equal(lease.tensor().numpy(), expected(seed + number, lease.nbytes))
             lease.release()
         self.round_trips += len(leases)
 
@@ -180,13 +180,11 @@ def refuse_all(store: DiskStore, pool: Pool, lease: Lease) -> None:
         "read": lambda: store.read("a", memory),
         "free": lambda: store.free("a"),
         "names": lambda: store.names(),
-        "nbytes_of": lambda: store.nbytes_of("a"),
         "stats": lambda: store.stats(),
         "lease": lambda: pool.lease(4096),
         "pool.stats": lambda: pool.stats(),
         "pool.buffer": lambda: pool.buffer(),
         "lease.tensor": lambda: lease.tensor(),
-        "lease.buffer": lambda: lease.buffer(),
         "lease.address": lambda: lease.address,
     }
     for name, act in acts.items():
@@ -240,11 +238,11 @@ for engine in engines:
     store = DiskStore(directory, 16 << 20, engine=engine, memory=arena)
     lease = pool.lease(4 << 20)
     lease.tensor().fill_(7)
-    store.write("kept", lease.buffer()).wait(60)
+    store.write("kept", lease.tensor()).wait(60)
     alive.append((pool, store, lease))
     children = []
     for number, way in enumerate(["_exit", "exit", "drop"] * int(ends)):
-        ticket = store.write(f"{number}", lease.buffer())  # under way in the fork
+        ticket = store.write(f"{number}", lease.tensor())  # under way in the fork
         pid = os.fork()
         if pid == 0:
             atexit.register(lambda: (Path(directory) / f"child {os.getpid()}").touch())
@@ -262,9 +260,9 @@ for engine in engines:
     for pid in children:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lease.tensor().fill_(0)
-    store.read("kept", lease.buffer()).wait(60)
+    store.read("kept", lease.tensor()).wait(60)
     assert bool((lease.tensor() == 7).all())
-    store.write("after", lease.buffer()).wait(60)
+    store.write("after", lease.tensor()).wait(60)
     print(engine, "right", flush=True)
 """
 

@@ -31,6 +31,7 @@ from support.stores import (
     MIB,
     PIECE,
     memory_at,
+    nbytes_of,
     open_store,
     random_bytes,
     read,
@@ -193,7 +194,7 @@ class Machine(RuleBasedStateMachine):
         assert stats.used_bytes <= stats.peak_bytes <= CAPACITY
         for name, (generation, data) in self.held.items():
             assert self.store.generation_of(name) == generation
-            assert self.store.nbytes_of(name) == len(data)
+            assert nbytes_of(self.store, name) == len(data)
 
     def teardown(self) -> None:
         for name, (_, data) in self.held.items():

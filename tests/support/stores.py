@@ -143,9 +143,15 @@ def write(store: Any, name: str, data: Bytes) -> None:
     store.write(name, data).wait(HANG_S)
 
 
+def nbytes_of(store: Any, name: str) -> int:
+    if isinstance(store, DiskStore):
+        return store._table.version(name).nbytes
+    return int(store.nbytes_of(name))
+
+
 def read(store: Any, name: str) -> Bytes:
     """Return the bytes that are stored as `name`; raise the error of reading them."""
-    target = np.empty(store.nbytes_of(name), dtype=np.uint8)
+    target = np.empty(nbytes_of(store, name), dtype=np.uint8)
     store.read(name, target).wait(HANG_S)
     return target
 
