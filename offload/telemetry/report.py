@@ -350,8 +350,9 @@ def _about_model(made: Prepared) -> About:
         plan=str(prepare_plan.plan),
         shares={
             **made.shares.parts,
-            "gradients on disk": made.shares.gradients_on_disk,
+            "gradients": made.shares.gradients - made.shares.staging,
             STAGING: made.shares.staging,
+            "gradients on disk": made.shares.gradients_on_disk,
         },
         units=tuple(
             UnitFact(u.name, u.nbytes, u.needs, u.number in kept, u.number not in stored)

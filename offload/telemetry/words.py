@@ -14,7 +14,7 @@ from offload.telemetry.iterations import OUTSIDE, IterationSummary, is_wait
 
 UNKNOWN: Final = "–"  # noqa: RUF001 # a dash, as tables have it
 
-STAGING: Final = "staging of spilled gradients"  # a part of the share of gradients
+STAGING: Final = "staging of spilled gradients"  # a share of host memory
 
 # Bytes by tier and direction: the counter, and the text for people.
 MOVES: Final = {

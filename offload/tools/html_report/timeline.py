@@ -35,7 +35,6 @@ from offload.core.timeline import (
 )
 from offload.telemetry.iterations import is_wait
 from offload.telemetry.run_file import About, Run
-from offload.telemetry.words import STAGING
 
 # Rows from top to bottom: their labels, and the kinds in them.
 ROWS: Final = (
@@ -202,9 +201,8 @@ def tiers_of(run: Run) -> tuple[MemoryBands, ...]:
         values = tuple(nbytes[number] for _, nbytes in samples)
         bands.setdefault(tier, []).append(Band(what or tier, values))
     # On a CPU torch itself allocates gradients, within the share that the plan sets aside, so no
-    # sampled pool holds them, but for those that are spilled on their way.
-    shares = run.about.shares
-    set_aside = shares.get("gradients", 0) - shares.get(STAGING, 0)
+    # sampled pool holds them.
+    set_aside = run.about.shares.get("gradients", 0)
     if "host" in bands and set_aside and run.about.device == "cpu":
         bands["host"].insert(0, Band("gradients (set aside)", (set_aside,) * len(samples)))
     budgets = {"host": run.about.host_bytes, "device": run.about.device_bytes}
