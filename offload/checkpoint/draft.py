@@ -341,11 +341,9 @@ def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
     until_s = time.monotonic() + _GONE_S
     while time.monotonic() < until_s:
         with suppress(OffloadError, OSError), CheckpointDirectory(path.parent) as parent:
-            with suppress(ConfigError):  # the first rank lives, and removes it itself
-                remove_leftovers(parent, disk or CheckpointDisk(), path.name)
-            if not any(name_within(name) == path.name for name in parent.names()):
-                return
-        nap(_GONE_STEP_S)
+            remove_leftovers(parent, disk or CheckpointDisk(), path.name)
+            return  # it is gone, or the log has why not
+        nap(_GONE_STEP_S)  # the first rank lives, and removes it itself
 
 
 def _check_same(path: Path, fd: int, identity: Sequence[int], is_kind: Any) -> None:

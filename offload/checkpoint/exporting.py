@@ -116,6 +116,7 @@ def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
     if OPTIMIZER not in reader.manifest.values:
         raise ConfigError(f"{reader.path}: has no optimizer in it")
     tree = decode(reader.manifest.values[OPTIMIZER], lambda name: _mapped(reader, name, folder))
+    SavedOptimizer.of(tree, {})  # refuses what is none, before fields are written to `folder`
     orders = parse_memory_formats(tree) or {}
     fields = {
         tensor.key: _mapped(reader, tensor.name, folder, orders.get(tensor.key.rpartition("/")[0]))

@@ -116,12 +116,12 @@ class Gradients:
         left to do.
         """
         param = self._params[number]
-        if self.area is None or param not in self.area.params or not _can_be_spilled(param):
+        if self.area is None or not self.area.takes(param) or not _can_be_spilled(param):
             return
         if not has_grad_to_itself(param):
             self._leave(param)
             return
-        spilled = SpilledGradientValues.make(self.area, param, self._names[param], param)
+        spilled = SpilledGradientValues.make(self.area, id(param), self._names[param], param)
         if spilled is not None:
             assert param.grad is not None
             spilled.take(param.grad)
@@ -145,7 +145,7 @@ class Gradients:
         if self.area is None:
             return
         self.area.close(make)
-        for param in self.area.params:
+        for param in self._params.values():
             if isinstance(param.grad, GradientHandle):
                 param.grad = param.grad.here
 
@@ -179,7 +179,7 @@ class DeviceGradients:
         self._arriving: dict[Tensor, HostSum] = {}  # downloads straight to the gradient
         self._exposed: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
-        spilled = area.params if area is not None else ()
+        spilled = [p for p in params.values() if area is not None and area.takes(p)]
         self._slot_bytes = _staging_buffer_bytes([*self._places, *spilled])
         self._slots: list[StagingBuffer] = []  # staging buffers that are free
         for _ in range(STAGING_PLACES if self._slot_bytes else 0):
@@ -223,8 +223,8 @@ class DeviceGradients:
         if not _is_plain(grad, param.dtype):
             self._sums[param] = grad.cpu()
             return
-        if self.area is not None and param in self.area.params and grad.numel():
-            spilled = SpilledGradientValues.make(self.area, param, self._names[param], param)
+        if self.area is not None and self.area.takes(param) and grad.numel():
+            spilled = SpilledGradientValues.make(self.area, id(param), self._names[param], param)
             if spilled is not None:
                 self._sums[param] = self.area.show(param, spilled)
                 self._stage(param, spilled.fill, spilled.parts, grad)

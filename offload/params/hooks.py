@@ -60,7 +60,7 @@ def watch_passes(
 def _hooked(
     params: Mapping[int, Tensor], hook: Callable[[int, Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call `hook` with the number of each parameter that autograd has accumulated to, and it."""
+    """Call `hook` with each parameter that autograd has accumulated to, after its number."""
     return [
         param.register_post_accumulate_grad_hook(partial(hook, number))  # type: ignore[no-untyped-call]
         for number, param in params.items()

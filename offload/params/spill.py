@@ -94,7 +94,10 @@ class SpillArea:
         metrics: Metrics,
         params: frozenset[Tensor] = frozenset(),
     ) -> None:
-        self.store, self.metrics, self.params = store, metrics, params
+        self.store, self.metrics = store, metrics
+        # By id: a parameter holds its gradient, which refers to this area, in a way that Python's
+        # garbage collection cannot see.
+        self._ids = frozenset(map(id, params))
         self.lock = threading.RLock()
         self.wants_norms = False  # the user's code has asked for a norm
         self.wants_squares = False  # the update has asked for sums of squares
@@ -110,6 +113,10 @@ class SpillArea:
         self._cut_of: dict[object, tuple[int, ...]] = {}
         if memory.nbytes:
             self.divide(_PAGE)
+
+    def takes(self, param: Tensor) -> bool:
+        """Return whether the gradients of this parameter are spilled here."""
+        return id(param) in self._ids
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -234,7 +241,7 @@ class SpillArea:
         from now on.
         """
         for param, each in slices.items():
-            self.cut(param, param.numel(), chain(*each))
+            self.cut(id(param), param.numel(), chain(*each))
 
     def reserve(
         self, key: object, numel: int, dtype: torch.dtype

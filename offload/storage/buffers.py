@@ -38,7 +38,7 @@ class Buffer(NamedTuple):
         cls, name: str, memory: Any, writable: bool, anonymous: tuple[ByteRange, ...] = ()
     ) -> Buffer:
         """Return the memory of a contiguous host tensor, or of an object with the buffer protocol
-        (a lease's `buffer()`, an array). anonymous: spans in which every page is known to be
+        (a pool's `buffer()`, an array). anonymous: spans in which every page is known to be
         accessible, see `find_anonymous`; elsewhere the first and the last page are touched to test.
         """
         found = _of_plain_tensor(memory) if type(memory) is torch.Tensor else None

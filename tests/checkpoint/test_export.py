@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from support.training import train
 
 import offload
 from offload.checkpoint import exporting, tensors
+from offload.checkpoint.format.values import encode
 from offload.checkpoint.optimizer import OptimizerContents
-from offload.core.errors import StoreError
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.writer import CheckpointWriter
+from offload.core.errors import CorruptionError, FormatError, StoreError
 from offload.params import units
 from offload.planning import planner
 from offload.tools.cli import main
@@ -160,6 +165,27 @@ def test_shards_have_an_index_and_the_same_bits(tmp_path: Path) -> None:
     offload.prepare(other, weights=tmp_path / "out", host_memory="1MiB")
     assert all(torch.equal(tensor, state[name]) for name, tensor in other.state_dict().items())
     close(other, optimizer)
+
+
+def test_a_refusal_of_the_checkpoint_keeps_its_own_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = build("plain", tmp_path)
+    offload.save(tmp_path / "c", model, optimizer)
+    damaged = CorruptionError("w: other bytes than were saved", errno=errno.EBADMSG)
+    monkeypatch.setattr(exporting, "optimizer_state", Mock(side_effect=damaged))
+    command = ["export", str(tmp_path / "c"), str(tmp_path / "out")]
+    assert main([*command, "--optimizer", str(tmp_path / "o.pt")]) == 2
+    assert "w: other bytes than were saved" in capsys.readouterr().err
+
+
+def test_an_optimizer_that_no_save_has_written_is_refused(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "c")
+    writer.open_section("model", [])
+    writer.commit({"model": encode({}, None), "optimizer": [1, 2]}, "f" * 16)
+    refused = pytest.raises(FormatError, match="not as a save writes it")
+    with CheckpointReader(tmp_path / "c") as reader, refused:
+        exporting.optimizer_state(reader, tmp_path)
 
 
 def test_plain_states_go_in_and_out(tmp_path: Path) -> None:

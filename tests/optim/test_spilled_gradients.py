@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.leftovers import await_nothing_held
 from torch import nn
 
 import offload
@@ -778,6 +779,27 @@ def test_an_interrupted_backward_keeps_no_memory_of_what_is_closed(
     gc.collect()
     assert engine() is None
     assert own_budget.used_bytes == 0, own_budget.holders()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_gradients_keep_no_model_alive(closes: bool, own_budget: Budget, tmp_path: Path) -> None:
+    """A parameter holds its gradient where Python's garbage collection cannot see it: a gradient
+    that led back to parameters would keep all of them, in a notebook for ever.
+    """
+    model = Net()
+    optimizer = adamw(model)
+    offload.prepare(model, optimizer, host_memory=BUDGET, nvme=tmp_path)
+    backward(model)
+    assert spilled_in(model)
+    held = model.layers[0][0].weight.grad if closes else None
+    params = [weakref.ref(param) for param in model.parameters()]
+    if closes:
+        optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert not any(param() is not None for param in params)
+    await_nothing_held(own_budget)
+    del held
 
 
 def test_slots_in_use_are_not_handed_out_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from offload.core.config import format_size, parse_size
-from offload.core.errors import ConfigError
+from offload.core.errors import ConfigError, StoreError
 from offload.core.portable import refused
 from offload.core.strict_json import printable
 from offload.tools.output import complain, print_result
@@ -100,6 +100,8 @@ def _export_optimizer(reader: CheckpointReader, file: Path) -> None:
         with open(part, "rb") as written:
             os.fsync(written.fileno())
         os.rename(part, file)
+    except StoreError:  # of the checkpoint, with its own text
+        raise
     except OSError as error:
         raise refused(file, "write", error, remedy="see that you may write there") from error
     finally:
