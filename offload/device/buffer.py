@@ -206,11 +206,6 @@ class DeviceBuffer:
         self._loan.filled = event
 
     @property
-    def arrived(self) -> bool:
-        """Whether all fills so far are over."""
-        return self._loan.filled.query()
-
-    @property
     def views(self) -> int:
         """The number of tensors that lie in its memory, beside its own."""
         return holders(self._memory()) - 1

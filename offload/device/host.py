@@ -15,8 +15,6 @@ from offload.device.streams import check_copy
 class HostBuffer:
     """A buffer that `HostTransfer.fetch` returns: the host's own bytes."""
 
-    arrived = True
-
     def __init__(self, host: Tensor, what: str) -> None:
         self.what = what
         self.nbytes = host.nbytes
@@ -31,12 +29,6 @@ class HostBuffer:
         """Drop the reference to the host memory, which belongs to its lease. Idempotent."""
         self._bytes = None
         return True
-
-    def __enter__(self) -> HostBuffer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
 
 class HostTransfer:
