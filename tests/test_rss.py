@@ -95,7 +95,9 @@ def drawn(seed: int) -> Case:
     while sum(map(sum, sizes)) < 1 << 19:
         kind = draw.choice(["any", "same"])
         kib = [4 * int(2 ** draw.uniform(0, 16)) for _ in range(draw.randint(1, 4))]
-        sizes += [kib if kind == "any" else kib[:1] * len(kib)] * draw.randint(1, 8)
+        layer, count = kib if kind == "any" else kib[:1] * len(kib), draw.randint(1, 8)
+        room = (1 << 19) - sum(map(sum, sizes))  # with all layers of one size it may be 24 GiB
+        sizes += [layer] * min(count, max(1, room // sum(layer)))
     most = max(map(sum, sizes)) << 10
     budget = int(draw.choice([3.5, 5, 20]) * most) + 64 * MI
     return Case(sizes, budget, draw.choice(["prepare", "prepare", "wrap"]), steps=3, updates=True)

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from offload.core.metrics import Metrics
 
-SLACK_BYTES: Final = 96 << 20  # may be free and resident beyond the most that was needed
+SLACK_BYTES: Final = 160 << 20  # may be free and resident beyond the most that was needed
 _PASSING_SLACK_BYTES = 32 << 20  # the same, beyond the memory made and freed between two looks
 _LOOK_EVERY_BYTES = 16 << 20  # of gradients
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
