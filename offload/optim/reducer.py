@@ -40,7 +40,6 @@ class CarriedGradients:
     """The reducer's gradients on their way from plan to plan. Buckets keep their numbers."""
 
     slices: dict[int, Tensor]
-    filled: set[int]
     params: dict[str, list[Tensor]]
 
 
@@ -274,7 +273,6 @@ class Reducer:
             self.drain()
             return CarriedGradients(
                 {number: self._slices[number].clone() for number in self._filled},
-                set(self._filled),
                 {
                     name: [self._records[number].param for number in numbers]
                     for name, numbers in vars(self._of).items()
@@ -283,9 +281,10 @@ class Reducer:
 
     def take_over(self, carried: CarriedGradients) -> None:
         numbers = {record.param: record.number for record in self._records}
-        self._filled = carried.filled
-        for number, values in carried.slices.items():
-            self._slices[number].copy_(values)
+        # A bucket of a group that was added and refused has gone.
+        self._filled = carried.slices.keys() & self._slices.keys()
+        for number in self._filled:
+            self._slices[number].copy_(carried.slices[number])
         self._of = _ReducedParams(
             **{k: _known(params, numbers) for k, params in carried.params.items()}
         )

@@ -487,6 +487,23 @@ def test_a_refusal_on_one_rank_is_one_on_all() -> None:
     run(2, refusals)
 
 
+def refused_group(rank: int) -> None:
+    """Add a group that is refused, with gradients that are reduced in backward."""
+    my_ranks()
+    params = small()
+    optimizer = offload.wrap(adamw(params), release_grads=True)
+    with refused(ConfigError, "add_param_group.*differ"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.full((4,), float(rank)))]})
+    sum(param.square().sum() for param in params).backward()
+    optimizer.step()
+    assert [each["step"] for each in optimizer.state_dict()["state"].values()] == [1] * len(params)
+    optimizer.close()
+
+
+def test_a_step_after_a_refused_group() -> None:
+    run(2, refused_group)
+
+
 def parted(rank: int) -> str:
     """Ask for the whole state on one rank and step on the other."""
     my_ranks()
