@@ -168,7 +168,7 @@ class Ranks:
         `gather`: an all-gather (`GATHER`) or a reduce-scatter (`REDUCE`). It is called in the
         thread of `Ranks`, once all ranks have announced the same.
         """
-        name = DOING[kind].rstrip("s")
+        name = "gather" if kind == GATHER else "reduce"
 
         def act_and_count(_: Sequence[Header]) -> T:
             try:

@@ -155,9 +155,7 @@ def gradient_of(record: Record) -> Gradient:
     assert given is not None
     if isinstance(given, GradientHandle):
         return given.input  # has the parameter's own shape and dtype
-    placing, grad = None, given
-    if hasattr(given, "_local_tensor"):  # as DTensors have
-        placing, grad = placing_of(given), local_of(given)
+    placing, grad = placing_of(given), local_of(given)
     if placing != record.placing:
         raise ConfigError(
             f"{record.name}: expected a gradient that is {record.placing or 'an ordinary tensor'}, "

@@ -65,9 +65,7 @@ class Record:
         placing or, where ranks share its state, order of memory. Return whether it has the dtype,
         device and order of memory that the plan was made for.
         """
-        placing, local = None, self.param
-        if hasattr(local, "_local_tensor"):  # as DTensors have
-            placing, local = placing_of(self.param), local_of(self.param)
+        placing, local = placing_of(self.param), local_of(self.param)
         stride = local.stride()
         if local.shape != self.shape:
             raise ConfigError(
