@@ -247,7 +247,8 @@ def plan(
     `plan("7B", "lion", host_memory="64GiB", batch=4, sequence=2048, on="rtx4090-1ssd")`. fields:
     `layers`, `hidden`, `vocabulary`, `heads`, `intermediate` (for a size), `batch`, `sequence`,
     `steps`, `save_every`, `dtype`, `host_memory`, `device_memory`, `nvme` or `nvme_count`,
-    `activations`, `on` (a profile), `endurance` (TB).
+    `activations`, `on` (a profile), `endurance` (TB), `use` ("prepare" or "wrap"), `lora` (rank),
+    `full`. What does not fit is a `CapacityError` that says which single changes would fit.
     """
     if isinstance(optimizer, str | PathLike | nn.Module):
         if elementwise or measure:
@@ -273,8 +274,8 @@ def _plan_by_name(
             f"{type(optimizer).__name__}"
         )
     # Imported here, since training needs none of it.
-    from offload.tools.forecast.forecast import ForecastRequest
     from offload.tools.forecast.forecaster import forecast
+    from offload.tools.forecast.request import ForecastRequest
 
     return forecast(ForecastRequest.of(model, optimizer=optimizer, **fields))
 

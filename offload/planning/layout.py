@@ -100,10 +100,7 @@ def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list
     without fields has one of no bytes where it is staged, since a staging buffer serves a chunk.
     """
     chunks: list[Chunk] = []
-    for kind in dict.fromkeys((param.unit, param.fields) for param in params):
-        fields = kind[1]
-        alike = [(n, p) for n, p in enumerate(params) if (p.unit, p.fields) == kind]
-        packed = [(n, p) for n, p in alike if fields or p.has_staging_buffer]
+    for fields, packed in _packed_together(params):
         for slices in _pack(packed, round_up(chunk_numel, _SLICE_ALIGN)):
             numel = round_up(slices[-1].offset + slices[-1].end - slices[-1].begin, _FIELD_ALIGN)
             first = slices[0]
@@ -112,6 +109,49 @@ def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list
                 name += f" and {len(slices) - 1} more"
             chunks.append(Chunk(len(chunks), name, fields, tuple(slices), numel))
     return chunks
+
+
+def layout_size(params: Sequence[ParamSpec], chunk_numel: int) -> tuple[int, int]:
+    """Return the bytes of all chunks that `lay_out` would make, and of the largest, without making
+    them: a large model has millions.
+    """
+    most = round_up(chunk_numel, _SLICE_ALIGN)
+    whole_bytes = largest_bytes = 0
+    for fields, packed in _packed_together(params):
+        width, end = len(fields) * ELEMENT_BYTES, 0  # end: of what the open chunk has; 0: none is
+        numels = [0]  # of chunks that are full or the last one
+        for _, param in packed:
+            begin = round_up(end, _SLICE_ALIGN)
+            if begin >= most and param.own_numel:
+                numels.append(end)
+                begin = 0
+            over = begin + param.own_numel - most
+            if over > 0:
+                full = 1 + (over - 1) // most
+                numels.append(most)
+                whole_bytes += (full - 1) * round_up(most, _FIELD_ALIGN) * width
+                end = over - (full - 1) * most
+            elif param.own_numel:
+                end = begin + param.own_numel
+        numels.append(end)
+        rounded = [round_up(numel, _FIELD_ALIGN) * width for numel in numels]
+        whole_bytes += sum(rounded)
+        largest_bytes = max(largest_bytes, *rounded)
+    return whole_bytes, largest_bytes
+
+
+def _packed_together(
+    params: Sequence[ParamSpec],
+) -> Iterator[tuple[tuple[str, ...], list[tuple[int, ParamSpec]]]]:
+    """Yield the parameters that share chunks, with their numbers and after the fields that all of
+    them have.
+    """
+    alike: dict[tuple[int | None, tuple[str, ...]], list[tuple[int, ParamSpec]]] = {}
+    for number, param in enumerate(params):
+        packed = alike.setdefault((param.unit, param.fields), [])
+        if param.fields or param.has_staging_buffer:
+            packed.append((number, param))
+    yield from ((fields, packed) for (_, fields), packed in alike.items())
 
 
 def _pack(params: Sequence[tuple[int, ParamSpec]], chunk_numel: int) -> Iterator[list[Slice]]:

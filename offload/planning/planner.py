@@ -12,7 +12,15 @@ from functools import cached_property
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError
-from offload.planning.layout import CHUNK_NUMEL, ELEMENT_BYTES, Chunk, ParamSpec, lay_out, round_up
+from offload.planning.layout import (
+    CHUNK_NUMEL,
+    ELEMENT_BYTES,
+    Chunk,
+    ParamSpec,
+    lay_out,
+    layout_size,
+    round_up,
+)
 from offload.planning.sharding import Sharding
 from offload.planning.state_plan import UNKNOWN, Plan, RankShare, Speeds, largest_staging_buffer
 from offload.planning.unit import NO_UNITS, UnitSizes
@@ -33,7 +41,8 @@ class Budgets:
     directories: how many on drives; 0: there is no disk. activations: keep, recompute or offload.
     held_bytes: what other optimizers hold beside it, for the message. chunk_numel: elements of a
     chunk that goes to disk, if the budget has room for its buffers; None: 1 Mi. most_chunk_numel:
-    of any chunk.
+    of any chunk. joined_numel: a forecast, which needs sums only, has neighbouring chunks laid out
+    as one of about so many elements.
     """
 
     host_bytes: int | None = None
@@ -43,6 +52,7 @@ class Budgets:
     held_bytes: int = 0
     chunk_numel: int | None = None
     most_chunk_numel: int | None = None
+    joined_numel: int = 0
 
     @property
     def offloads_activations(self) -> bool:
@@ -83,7 +93,7 @@ class TrainingFacts:
     @cached_property
     def state_bytes(self) -> int:
         """The host memory for all state of a prepared model's optimizer."""
-        return sum(chunk.nbytes for chunk in self.whole)
+        return layout_size(self.params, CHUNK_NUMEL)[0]
 
     @cached_property
     def least_state_bytes(self) -> int:
@@ -108,10 +118,8 @@ def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
     """Return the host memory with which `plan_state` works if there is a disk, for parameters on
     the CPU.
     """
-    # The largest chunk is the same if each parameter is cut down to a few chunks; those of a large
-    # model would be millions.
-    each = [c.nbytes for c in lay_out(list(map(_beginning, params)), LEAST_CHUNK_NUMEL)]
-    return min(LEAST_BUFFERS * max(each, default=0), sum(each))
+    whole, largest = layout_size(params, LEAST_CHUNK_NUMEL)
+    return min(LEAST_BUFFERS * largest, whole)
 
 
 def _beginning(param: ParamSpec) -> ParamSpec:
@@ -138,9 +146,8 @@ def plan_state(facts: TrainingFacts, budgets: Budgets) -> Plan:
     limit, has_disk = budgets.host_bytes, budgets.directories > 0
     numel = _at_most(CHUNK_NUMEL, budgets)
     while True:
-        chunks = facts.whole if numel == CHUNK_NUMEL else lay_out(facts.params, numel)
         for has_grad_buffers in (True,) if facts.needs_grad_buffers else (True, False):
-            whole = _keep_all(facts, chunks, has_grad_buffers, limit)
+            whole = _keep_all(facts, numel, budgets.joined_numel, has_grad_buffers, limit)
             if limit is None or whole.arena_bytes <= limit:
                 return whole
         # Without a disk, only smaller staging buffers save memory.
@@ -160,7 +167,14 @@ def plan_state(facts: TrainingFacts, budgets: Budgets) -> Plan:
         )
     numel = _at_most(budgets.chunk_numel or min(numel, DISK_CHUNK_NUMEL), budgets)
     while True:
-        away = replace(whole, chunks=tuple(lay_out(facts.params, numel)), resident=frozenset())
+        joined = max(1, budgets.joined_numel // numel)
+        away = replace(
+            whole,
+            chunks=_laid_out(facts, numel, joined),
+            chunk_numel=numel,
+            joined=joined,
+            resident=frozenset(),
+        )
         fits = BUFFERS * away.buffer_bytes + away.arena_bytes <= limit
         if fits or numel <= LEAST_CHUNK_NUMEL:
             return _keep_some(away, limit, whole.arena_bytes, budgets.held_bytes)
@@ -171,14 +185,24 @@ def _at_most(numel: int, budgets: Budgets) -> int:
     return min(numel, budgets.most_chunk_numel or numel)
 
 
+def _laid_out(facts: TrainingFacts, numel: int, joined: int) -> tuple[Chunk, ...]:
+    if (numel, joined) == (CHUNK_NUMEL, 1):
+        return facts.whole
+    return tuple(lay_out(facts.params, numel * joined))
+
+
 def _keep_all(
-    facts: TrainingFacts, chunks: Sequence[Chunk], has_grad_buffers: bool, limit: int | None
+    facts: TrainingFacts, numel: int, joined_numel: int, has_grad_buffers: bool, limit: int | None
 ) -> Plan:
     """Plan all state in host memory, regardless of the budget."""
+    joined = max(1, joined_numel // numel)
+    chunks = _laid_out(facts, numel, joined)
     has_staging = largest_staging_buffer(chunks, facts.params, has_grad_buffers) > 0
     return Plan(
         params=facts.params,
-        chunks=tuple(chunks),
+        chunks=chunks,
+        chunk_numel=numel,
+        joined=joined,
         resident=frozenset(chunk.number for chunk in chunks),
         buffers=0,
         staging_buffers=STAGING_BUFFERS if has_staging else 0,
@@ -216,12 +240,18 @@ def _keep_some(away: Plan, budget: int, whole_bytes: int, held_bytes: int) -> Pl
             + " that the update needs; the least that works is "
             f"{min(LEAST_BUFFERS * largest + fixed, whole_bytes)} bytes"
         )
-    free, resident = budget - buffers * largest - fixed, set()
-    for chunk in away.chunks:
-        if chunk.nbytes <= free:
+    resident = first_that_fit(away.chunks, budget - buffers * largest - fixed)
+    return replace(away, resident=resident, buffers=buffers)
+
+
+def first_that_fit(chunks: Sequence[Chunk], nbytes: int) -> frozenset[int]:
+    """Return the numbers of the first chunks that have room in so many bytes."""
+    resident = set()
+    for chunk in chunks:
+        if chunk.nbytes <= nbytes:
             resident.add(chunk.number)
-            free -= chunk.nbytes
-    return replace(away, resident=frozenset(resident), buffers=buffers)
+            nbytes -= chunk.nbytes
+    return frozenset(resident)
 
 
 # --- what a refusal says --------------------------------------------------------------------------

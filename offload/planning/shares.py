@@ -134,7 +134,7 @@ def _share_out_least(
     if _page_up(sum(gradients)) > room:
         wanted = min(int(budget * _STAGING_SHARE), _STAGING_MOST_BYTES)
         passing = min(room, max(least_spill, wanted - wanted % _PAGE))
-    spilled = _spill(gradients, room - passing)
+    spilled = spill(gradients, room - passing)
     on_disk = sum(gradients[number] for number in spilled)
     grads = _page_up(sum(gradients) - on_disk) + staging + passing
     params = sum(sizes.pages)
@@ -163,7 +163,7 @@ def _reserved(
     return min(state, _page_up(wanted)), activations if offloads_activations else 0
 
 
-def _spill(gradients: Sequence[int], room: int) -> list[int]:
+def spill(gradients: Sequence[int], room: int) -> list[int]:
     """Choose the gradients that go to disk, by number: the largest first, as few as possible."""
     left, spilled = sum(gradients), []
     order = sorted(range(len(gradients)), key=lambda number: -gradients[number])

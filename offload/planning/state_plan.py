@@ -6,9 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from offload.core.config import format_size
-from offload.planning.layout import Chunk, ParamSpec, Slice, round_up
+from offload.planning.layout import (
+    CHUNK_NUMEL,
+    Chunk,
+    ParamSpec,
+    Slice,
+    layout_size,
+    round_up,
+)
 
 _PAGE = 4096
 _LINE = 64
@@ -92,6 +100,9 @@ class RankShare:
 class Plan:
     """The plan of optimizer state: where it lives and what a step moves. `str()` is a table for
     people.
+
+    chunk_numel: the most elements of a chunk. joined: how many chunks each of these stands for;
+    more than one in a forecast only.
     """
 
     params: tuple[ParamSpec, ...]
@@ -103,6 +114,8 @@ class Plan:
     host_memory_bytes: int | None  # the budget; None: no limit was given
     speeds: Speeds = UNKNOWN
     ranks: RankShare | None = None  # None: nothing is shared with other ranks
+    chunk_numel: int = CHUNK_NUMEL
+    joined: int = 1
 
     @property
     def numel(self) -> int:
@@ -120,15 +133,18 @@ class Plan:
     def disk_bytes(self) -> int:
         return self.state_bytes - self.resident_bytes
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """The bytes of one buffer: the largest chunk that moves."""
+        if self.joined > 1 and len(self.resident) < len(self.chunks):
+            return layout_size(self.params, self.chunk_numel)[1]
         return max((c.nbytes for c in self.chunks if c.number not in self.resident), default=0)
 
     @property
     def staging_buffer_bytes(self) -> int:
         """The bytes of one staging buffer: the downloads for the largest chunk."""
-        return largest_staging_buffer(self.chunks, self.params, self.grads_are_here)
+        largest = largest_staging_buffer(self.chunks, self.params, self.grads_are_here)
+        return round_up(largest // self.joined, _PAGE)
 
     @property
     def grads_are_here(self) -> bool:
@@ -192,6 +208,8 @@ class Plan:
         smallest are counted.
         """
         moving = sorted(c.nbytes for c in self.chunks if c.number not in self.resident)
+        if self.joined > 1:
+            return max(0, sum(moving) - self.buffers * self.buffer_bytes)
         return sum(moving[self.buffers :])
 
     @property

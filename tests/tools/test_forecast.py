@@ -18,10 +18,11 @@ from offload.planning.layout import lay_out
 from offload.planning.planner import LEAST_BUFFERS, LEAST_CHUNK_NUMEL
 from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.tools.forecast.footprint import measure
-from offload.tools.forecast.forecast import FIELDS, HIDDEN_SHARE, Forecast, ForecastRequest
+from offload.tools.forecast.forecast import HIDDEN_SHARE, Forecast
 from offload.tools.forecast.forecaster import forecast
 from offload.tools.forecast.machines import NOMINAL, find_machine, shipped, with_drives
 from offload.tools.forecast.model_source import FunctionSource, find_source
+from offload.tools.forecast.request import FIELDS, ForecastRequest
 from offload.tools.forecast.simulator import facts_of
 from offload.tools.forecast.synthetic_llama import StandIn
 
@@ -166,6 +167,9 @@ def test_wear_counts_steps_and_checkpoints_over_all_drives(on: str) -> None:
     steps = 1000 * found.written_bytes
     assert found.wear.written_tb == pytest.approx((steps + 10 * found.saving.each_bytes) / 1e12)
     assert found.wear.share == pytest.approx(found.wear.written_tb / 8)
+    assert found.timing is not None and not found.wear.is_assumed
+    rate = found.wear.written_tb / found.timing.training_s
+    assert found.wear.life_s == pytest.approx(8 / rate)
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -333,7 +337,7 @@ def test_a_forecast_cannot_be_changed_and_is_plain_json(on: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.steps = 3  # type: ignore[misc]
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert (data["format"], data["version"]) == ("offload forecast", 1)
+    assert (data["format"], data["version"]) == ("offload forecast", 2)
     assert data["timing"]["step_s"] == found.timing.step_s if found.timing else False
     assert data["tiers"] == found.tiers
 
@@ -347,7 +351,9 @@ def test_the_table_has_what_people_ask_for(on: str) -> None:
         "activations",
         "logits",
         "moved each step",
-        "10,000 steps write",
+        "life of the drives",
+        "the call",
+        "parts of a step",
         "a checkpoint",
         "a step takes",
         "limited by",

@@ -7,23 +7,21 @@ autograd keeps, and the cost of a recomputed layer are those of a real run. Noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError, ConfigError, OffloadError
-from offload.core.metrics import Metrics
 from offload.optim import Lion
 from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
-from offload.params.hooks import call_in_backward, follow
 from offload.params.model_methods import buffer_bytes
-from offload.params.recompute import Recompute, layers_of
+from offload.params.recompute import layers_of
 from offload.params.units import find_units, refuse_lazy
 from offload.planning.layout import ParamSpec
 from offload.planning.profile import Profile
@@ -35,26 +33,17 @@ from offload.planning.unit import (
     on_device_bytes,
 )
 from offload.telemetry.run_file import ParamFact, UnitFact
-from offload.tools.forecast.forecast import OPTIMIZERS
+from offload.tools.forecast.adapters import add_adapters
+from offload.tools.forecast.counting import Count, ShapeRun, first_line
 from offload.tools.forecast.machines import flops_of
-from offload.tools.forecast.meta_cost import Meter, metered
+from offload.tools.forecast.meta_cost import Cost, without_initial_values
 from offload.tools.forecast.model_source import ModelSource
-from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
+from offload.tools.forecast.repeats import Repeat, shortened
+from offload.tools.forecast.request import OPTIMIZERS, PREPARE, WRAP
+from offload.tools.forecast.workload import Workload, WorkloadUse
 
 _LAYERS_HERE = 2  # whose activations are on the device while the others are offloaded
 _MOMENTUM = 0.9  # with momentum SGD has state; models of this kind are trained with it
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one use of a unit, until the next use. moved_bytes: read and written in memory by
-    operations that are not matrix products.
-    """
-
-    phase: int
-    unit: int
-    flops: int
-    moved_bytes: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ class Footprint:
     activation_bytes: what autograd keeps of the layers until backward. logits_bytes: the most that
     is held beside them: the output, the loss, their gradients, and the temporaries of one layer.
     layer_bytes: the most that one use adds to activations. recomputed_layers: how many run twice.
-    on_device: the model runs on a device.
+    on_device: the model runs on a device. unit_bytes: as in the tuner's `Tuning`.
     """
 
     name: str
@@ -79,6 +68,8 @@ class Footprint:
     tokens: int
     activations: str
     on_device: bool
+    count: Count
+    unit_bytes: int | None
 
     @property
     def flops(self) -> int:
@@ -127,19 +118,21 @@ class Footprint:
             "checkpoint them in the model itself"
         )
 
-    @property
-    def device_parts(self) -> dict[str, int]:
-        """The least bytes that must be on the device at once, by what they are for."""
+    def device_parts(self, use: str = PREPARE) -> dict[str, int]:
+        """Return the least bytes that must be on the device at once, by what they are for."""
+        grads = [p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad]
+        wrapped = {"parameters": self.param_bytes, "gradients": sum(grads)}
+        prepared = {"one unit at a time": UnitSizes.of(self.units).least_device_bytes}
         return {
-            "one unit at a time": UnitSizes.of(self.units).least_device_bytes,
+            **(wrapped if use == WRAP else prepared),
             "buffers": on_device_bytes(self.buffer_bytes) + DEVICE_SPARE_BYTES,
             "activations": self.activations_here_bytes,
             "logits and what passes": self.logits_bytes,
         }
 
-    def check_device(self, device_bytes: int) -> None:
-        """Raise `CapacityError` if not even one unit at a time works within the budget."""
-        parts, note = self.device_parts, self.recompute_note
+    def check_device(self, device_bytes: int, use: str = PREPARE) -> None:
+        """Raise `CapacityError` if what must be on the device at once has no room in the budget."""
+        parts, note = self.device_parts(use), self.recompute_note
         needed = sum(parts.values())
         if needed <= device_bytes:
             return
@@ -154,7 +147,15 @@ class Footprint:
 
     # --- the workload -----------------------------------------------------------------------------
 
-    def workload(self, optimizer: str, machine: Profile) -> Workload:
+    @contextmanager
+    def shortened_to(self, periods: Mapping[Repeat, int]) -> Iterator[Footprint]:
+        """Yield the footprint of the model with so many periods of its repeated layers, which it
+        has only while the block runs.
+        """
+        with shortened(periods):
+            yield _footprint(self, periods)
+
+    def workload(self, optimizer: str, machine: Profile, use: str = PREPARE) -> Workload:
         """Make the workload for one of `OPTIMIZERS` on a machine. Each use computes there as long
         as its matrix products take at the profile's FLOP/s and, on the CPU, the rest at the speed
         of memory. On a device the rest is left out: memory there is so much faster that the
@@ -167,13 +168,18 @@ class Footprint:
             seconds = cost.flops / flops_per_s if flops_per_s else 0.0
             return seconds + (cost.moved_bytes / moved_per_s if moved_per_s else 0.0)
 
-        return Workload(
+        params = tuple(ParamFact.of(spec) for spec in self._specs(optimizer) if spec.fields)
+        seconds = [seconds_of(cost) for cost in self.uses]
+        whole = Workload(
             units=tuple(
                 UnitFact(u.name, u.nbytes, u.needs, u.number in kept, not u.nbytes)
                 for u in self.units
             ),
-            params=tuple(ParamFact.of(spec) for spec in self._specs(optimizer) if spec.fields),
-            uses=tuple(WorkloadUse(use.phase, use.unit, seconds_of(use)) for use in self.uses),
+            params=params,
+            uses=tuple(
+                WorkloadUse(cost.phase, cost.unit, s)
+                for cost, s in zip(self.uses, seconds, strict=True)
+            ),
             between_s=0.0,
             activation_bytes=self.activation_bytes,
             logits_bytes=self.logits_bytes,
@@ -181,6 +187,10 @@ class Footprint:
             dtype=self.dtype,
             device="device" if self.on_device else "cpu",
         )
+        if use == PREPARE:
+            return whole
+        there = tuple(replace(p, unit=None, is_on_device=self.on_device) for p in params)
+        return replace(whole, units=(), params=there, uses=(), between_s=sum(seconds))
 
     def _specs(self, optimizer: str) -> list[ParamSpec]:
         made = make_optimizer(optimizer, self.model)
@@ -193,7 +203,7 @@ class Footprint:
 
 def make_on_meta(source: ModelSource, dtype: str | None = None) -> nn.Module:
     """Make the model without its values. dtype: of its parameters and buffers; None: its own."""
-    with torch.device("meta"):
+    with torch.device("meta"), without_initial_values():
         model = source.make_model().train()
     refuse_lazy(model)
     # A module that names a device has its tensors there; their values are not needed here.
@@ -223,45 +233,59 @@ def measure(
     activations: str = "keep",
     unit_bytes: int | None = None,
     on_device: bool = False,
+    counts_all: bool = False,
+    lora: int | None = None,
 ) -> Footprint:
     """Measure the footprint of the model in training.
 
     activations: keep, recompute or offload; offloaded ones are counted as if they were kept.
-    unit_bytes: as in the tuner's `Tuning`. on_device: the model runs on a GPU. Raises `ConfigError`
-    if the model cannot run on shapes alone.
+    unit_bytes: as in the tuner's `Tuning`. on_device: the model runs on a GPU. counts_all: run
+    every layer; otherwise, of many that are alike, a few run, and the others cost as much. lora:
+    the rank of adapters that are trained beside the frozen model. Raises `ConfigError` if the model
+    cannot run on shapes alone.
     """
     model, inputs = _made(source, batch, sequence, dtype)
+    if lora is not None:
+        add_adapters(model, lora)
     units = find_units(model, unit_bytes=unit_bytes)
-    known = [*model.parameters(), *model.buffers(), *_tensors(inputs)]
-    recorder = _Recorder(Meter(known))
     layers = layers_of(model, units, is_chosen=False) if activations == "recompute" else {}
-    recompute = Recompute(layers, lambda unit: (), Metrics(), compares=False)
-    with closing(recompute), _followed(model, units, recorder):
-        try:
-            with metered(recorder.meter, on_device):
-                loss = source.loss(model, inputs)
-                recorder.end_forward()
-                _run_backward(loss)
-        except OffloadError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            raise ConfigError(
-                f"{source.name}: cannot be run on shapes alone with {batch} texts of {sequence} "
-                f"tokens: {type(error).__name__}: {_first_line(error)}; {source.remedy}"
-            ) from error
-    return Footprint(
-        name=source.name,
-        model=model,
+    size = f"{batch} texts of {sequence} tokens"
+    run = ShapeRun(source, model, inputs, size, units, layers, on_device)
+    count = run.count(counts_all)
+    return _footprint(
+        Footprint(
+            name=source.name,
+            model=model,
+            units=(),
+            uses=(),
+            activation_bytes=0,
+            logits_bytes=0,
+            layer_bytes=count.layer_bytes,
+            buffer_bytes=buffer_bytes(model),
+            recomputed_layers=len(layers),
+            tokens=batch * sequence,
+            activations=activations,
+            on_device=on_device,
+            count=count,
+            unit_bytes=unit_bytes,
+        ),
+        count.whole,
+    )
+
+
+def _footprint(like: Footprint, periods: Mapping[Repeat, int]) -> Footprint:
+    """Return the footprint of the model as it is now, with so many periods of its repeated
+    layers.
+    """
+    units = find_units(like.model, unit_bytes=like.unit_bytes)
+    unit_of = {module: unit.number for unit in units for module in unit.modules}
+    count = like.count.lengthened(periods)
+    return replace(
+        like,
         units=tuple(units),
-        uses=tuple(recorder.costs()),
-        activation_bytes=recorder.kept_bytes,
-        logits_bytes=max(0, recorder.meter.peak_bytes - recorder.kept_bytes),
-        layer_bytes=recorder.layer_bytes,
-        buffer_bytes=buffer_bytes(model),
-        recomputed_layers=len(layers),
-        tokens=batch * sequence,
-        activations=activations,
-        on_device=on_device,
+        uses=tuple(replace(use, unit=unit_of[count.parts[use.unit]]) for use in count.uses),
+        activation_bytes=count.kept_bytes,
+        logits_bytes=max(0, count.peak_bytes - count.kept_bytes),
     )
 
 
@@ -277,96 +301,5 @@ def _made(
             raise
         raise ConfigError(
             f"{source.name}: cannot be made, not even without memory, with {batch} texts of "
-            f"{sequence} tokens: {_first_line(error)}; give numbers that some machine could hold"
+            f"{sequence} tokens: {first_line(error)}; give numbers that some machine could hold"
         ) from error
-
-
-class _Recorder:
-    """A recorder that the hooks call before and after each run, as they would call the engine."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self.kept_bytes = 0  # activations of the layers, without the last unit's output
-        self.layer_bytes = 0
-        self._live_bytes = 0  # when the last use began
-        # Phase, unit, and the flops and moved bytes that were counted before the use.
-        self._uses: list[tuple[int, int, int, int]] = []
-        self._last: Unit | None = None
-
-    def before_forward(self, unit: Unit) -> None:
-        self._note(BACKWARD if _in_backward() else FORWARD, unit)
-
-    def after_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
-        if unit is self._last and not _in_backward():
-            made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
-            self.kept_bytes = max(0, self.meter.live_bytes - sum(made.values()))
-        made_here = [tensor for tensor in outputs if tensor.grad_fn is not None]
-        if torch.is_grad_enabled() and made_here:
-            call_in_backward(made_here, lambda: self._note(BACKWARD, unit))
-
-    def enter(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def end_forward(self) -> None:
-        """Note that autograd now holds all it keeps. If no unit has run, the output counts, too."""
-        if self._last is None:
-            self.kept_bytes = self.meter.live_bytes
-
-    def _note(self, phase: int, unit: Unit) -> None:
-        self._last = unit
-        self.layer_bytes = max(self.layer_bytes, self.meter.live_bytes - self._live_bytes)
-        self._live_bytes = self.meter.live_bytes
-        self._uses.append((phase, unit.number, self.meter.flops, self.meter.moved_bytes))
-
-    def costs(self) -> Iterator[Cost]:
-        """Yield the cost of each use. The first also has what was counted before it."""
-        end = (0, 0, self.meter.flops, self.meter.moved_bytes)
-        flops = moved = 0
-        for (phase, unit, *_), after in zip(self._uses, [*self._uses[1:], end], strict=True):
-            yield Cost(phase, unit, after[2] - flops, after[3] - moved)
-            flops, moved = after[2], after[3]
-
-
-@contextmanager
-def _followed(model: nn.Module, units: Sequence[Unit], recorder: _Recorder) -> Iterator[None]:
-    """Report the runs of units to the recorder while the block runs. Each gradient is dropped as
-    soon as autograd has accumulated it, as the engine takes it away.
-    """
-    handles = [*follow(model, units, recorder)]
-    handles += [
-        param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
-        for param in model.parameters()
-        if param.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _run_backward(loss: Tensor) -> None:
-    """Do what `loss.backward()` does, but keep function modes in force: `loss.backward()` would
-    suspend them, and a layer that is recomputed would take another path.
-    """
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
-def _drop_grad(param: Tensor) -> None:
-    param.grad = None
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _tensors(inputs: object) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(inputs)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

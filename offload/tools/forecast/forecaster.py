@@ -5,27 +5,23 @@ engine in virtual time. It allocates nothing and opens no directory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from offload.core.config import Config, format_size
+from offload.core.config import Config
 from offload.core.errors import CapacityError
-from offload.planning.layout import round_up
 from offload.planning.limits import host_bytes as usual_bytes_here
-from offload.planning.planner import Budgets, TrainingFacts
-from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
-from offload.planning.shares import share_out
-from offload.planning.training import TrainingPlan
+from offload.planning.planner import Budgets
+from offload.planning.profile import Profile, Tuned, TuningTarget
 from offload.planning.tuning import UNTUNED, fingerprint_of
-from offload.planning.unit import PAGE
+from offload.tools.forecast.advice import call_of, find_changes
+from offload.tools.forecast.case import ForecastCase
 from offload.tools.forecast.footprint import Footprint, measure
 from offload.tools.forecast.forecast import (
-    HIDDEN_SHARE,
-    CheckpointCost,
+    Change,
     Forecast,
-    ForecastRequest,
-    StepTime,
-    Timing,
-    Wear,
+    Misfit,
+    MisfitError,
+    show_budgets,
 )
 from offload.tools.forecast.machines import (
     NOMINAL,
@@ -37,237 +33,55 @@ from offload.tools.forecast.machines import (
     with_drives,
 )
 from offload.tools.forecast.model_source import find_source
-from offload.tools.forecast.simulation.training import MODEL, STEP
-from offload.tools.forecast.simulator import Outcome, facts_of, plan_of, simulate
-from offload.tools.forecast.workload import Workload
-
-_GB = 10**9
-_EXACT = 1e-3  # of the smallest budget: the search ends within this share
-_ITERATIONS = 4  # two of them steady: which chunks stay in buffers differs from step to step
-_FEWER_ITERATIONS = 3  # for a model so large that its buffers hardly matter
-_LARGE_NUMEL = 2 * 10**9
-_ORIGIN = (
-    " (host_memory was not given: then it is what the machine has, less 20 % and at least 8 GiB, "
-    "but no more than 40 %; or what is free of that on a machine whose profile is not known)"
-)
-_MOST_FACTOR = 1e6  # times as many tokens
-
+from offload.tools.forecast.request import WRAP, ForecastRequest
 
 Tell = Callable[[str], None]
+_UNCHECKED = (
+    "the cost of every layer was counted: the model does not run, or not alike, with fewer of them"
+)
 
 
 @dataclass(frozen=True)
-class _ForecastCase:
-    """A case to simulate. machine: with as many drives as the request asks for, and with a nominal
-    value for every speed that is not known. known: what is known of it; None: speeds are missing.
-    """
+class _Setting:
+    """A request with all that it names: the case to simulate, its machine, and what was tuned."""
 
-    request: ForecastRequest
-    footprint: Footprint
-    work: Workload
-    budgets: Budgets
-    machine: Profile
-    known: Profile | None
-    tuning: Tuning
-
-    @property
-    def numel(self) -> int:
-        return sum(param.numel for param in self.work.params)
-
-    @property
-    def facts(self) -> TrainingFacts:
-        return facts_of(self.work, self.budgets.offloads_activations)
-
-    def run(self, plan: TrainingPlan | None = None) -> Outcome:
-        count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
-        return simulate(self.work, self.budgets, self.machine, self.tuning, count, plan)
-
-    def run_first(self) -> tuple[TrainingPlan, Outcome]:
-        """Plan the case and simulate it. A refusal also says which budgets would work."""
-        try:
-            if self.budgets.device_bytes is not None:
-                self.footprint.check_device(self.budgets.device_bytes)
-            plan = plan_of(self.work, self.budgets)
-            return plan, self.run(plan)
-        except CapacityError as error:
-            least = ", ".join(f"{name} {format_size(n)}" for name, n in self.least.items())
-            origin = _ORIGIN if self.request.host_bytes is None else ""
-            raise CapacityError(f"{error}; smallest budgets that work: {least}{origin}") from error
-
-    # --- bytes ------------------------------------------------------------------------------------
-
-    @property
-    def plain_bytes(self) -> int:
-        """The bytes that torch alone would need in one place: for everything, with the same
-        precision.
-        """
-        found, facts = self.footprint, self.facts
-        kept = found.activation_bytes + found.logits_bytes + found.buffer_bytes
-        return self.work.param_bytes + sum(facts.gradients) + facts.state_bytes + kept
-
-    @property
-    def room_bytes(self) -> int:
-        """The bytes that plain torch could have in the place where the model runs."""
-        if self.footprint.on_device:
-            return self.budgets.device_bytes or 0
-        return self.budgets.host_bytes or self._memory_bytes or 0
-
-    @property
-    def _memory_bytes(self) -> int | None:
-        return self.known.memory_bytes if self.known is not None else None
-
-    @property
-    def least(self) -> dict[str, int]:
-        """The smallest budgets that work."""
-        found = {
-            "host memory with a drive": self._least_host_bytes(directories=1),
-            "host memory without one": self._least_host_bytes(directories=0),
-        }
-        if self.footprint.on_device:
-            needed = sum(self.footprint.device_parts.values())
-            found["device memory"] = smallest(lambda nbytes: needed <= nbytes, 2 * needed)
-        return found
-
-    def _least_host_bytes(self, directories: int) -> int:
-        work, facts = self.work, self.facts
-
-        def works(host_bytes: int) -> bool:
-            budgets = replace(self.budgets, host_bytes=host_bytes, directories=directories)
-            try:
-                share_out(facts, budgets)
-            except CapacityError:
-                return False
-            return True
-
-        whole = work.param_bytes + sum(facts.gradients) + facts.state_bytes + facts.staging_bytes
-        return smallest(works, 2 * whole + PAGE * (len(work.units) + len(work.params) + 4))
-
-    def tiers(self, plan: TrainingPlan) -> dict[str, dict[str, int]]:
-        shares, footprint = plan.shares, self.footprint
-        where = "device" if footprint.on_device else "process"
-        here = footprint.activations_here_bytes
-        elsewhere = footprint.activation_bytes - here
-        if footprint.activations == "offload":  # beyond their share of host memory: on the drives
-            elsewhere += here if not footprint.on_device else 0
-            here = here if footprint.on_device else 0
-        in_share = min(elsewhere, shares.activations)
-        tiers = plan.tiers
-        # What they take, without the buffers that they pass through.
-        tiers["gradients"]["host"] = sum(plan.facts.gradients) - shares.gradients_on_disk
-        return tiers | {
-            "activations": {where: here, "host": in_share, "disk": elsewhere - in_share},
-            "logits": {where: footprint.logits_bytes},
-        }
-
-    def problems(self, taken_bytes: int) -> tuple[str, ...]:
-        """Return the problems that the engine itself would not notice, since it counts its own
-        bytes only: activations and logits may need more host memory than the machine has.
-        """
-        total = self._memory_bytes
-        beside = 0 if self.footprint.on_device else self.footprint.passing_bytes
-        if total is None or taken_bytes + beside <= total:
-            return ()
-        return (
-            f"the machine has {format_size(total)}: {format_size(taken_bytes)} that are "
-            f"taken and {format_size(beside)} of activations and logits beside them are more; "
-            'lower host_memory, take a smaller batch, or activations="recompute"',
-        )
-
-    # --- drives -----------------------------------------------------------------------------------
-
-    def saving(self, plan: TrainingPlan) -> CheckpointCost:
-        """Compute the cost of the checkpoints: parameters in their own dtypes, all optimizer state
-        in fp32, and the model's buffers. All of a checkpoint is written; its part on the drives
-        must be read for that, from the same drives.
-        """
-        steps, every, machine = self.request.steps, self.request.save_every, self.machine
-        fields = sum(param.numel * len(param.fields) for param in self.work.params)
-        written = self.footprint.param_bytes + 4 * fields + self.footprint.buffer_bytes
-        read = plan.state.disk_bytes + plan.away_bytes
-        mixed, write, each_s = machine.disk_mixed_bytes_per_s, machine.disk_write_bytes_per_s, None
-        if self.known is not None and mixed and write:
-            each_s = max(written / write, (read + written) / mixed if read else 0.0)
-        return CheckpointCost(steps // every if every else 0, written, each_s)
-
-    def wear(self, written_bytes: int, saving: CheckpointCost) -> Wear:
-        moved = self.request.steps * written_bytes + saving.count * saving.each_bytes
-        written_tb, rated = moved / 1e12, self.request.endurance_tb
-        share = written_tb / (rated * max(1, self.budgets.directories)) if rated else None
-        return Wear(written_tb, rated, share)
-
-    # --- time -------------------------------------------------------------------------------------
-
-    def timing(self, outcome: Outcome) -> Timing:
-        return Timing(
-            **{field.name: getattr(outcome, field.name) for field in fields(StepTime)},
-            tokens_per_s=self.work.tokens / outcome.step_s if outcome.step_s else 0.0,
-            training_s=self.request.steps * outcome.step_s,
-            hidden_tokens=self._hidden_tokens(outcome),
-            gains=self._gains(outcome),
-        )
-
-    def _hidden_tokens(self, outcome: Outcome) -> int | None:
-        """Find the number of tokens from which on a step waits for the drives less than a tenth of
-        its time. The waits in `step()` stay the same; those in the passes last until the passes
-        compute as long as the drives need. The number is derived from that, then checked by a
-        simulation and corrected by its result. None: there is no computing or no traffic of drives,
-        or it would take more than `_MOST_FACTOR` times the tokens.
-        """
-        if not outcome.compute_s or not outcome.disk_busy_s:
-            return None
-        in_step = sum(s for name, s in outcome.stalls.items() if name.startswith(STEP))
-        in_model = sum(s for name, s in outcome.stalls.items() if name.startswith(MODEL))
-        waited_s = in_step * (1 / HIDDEN_SHARE - 1) - outcome.update_s
-        factor = max(
-            waited_s / outcome.compute_s, 1 + in_model / outcome.compute_s if in_model else 0.0
-        )
-        factor = max(factor, 1 / self.work.tokens)
-        for _ in range(2 if self.numel < _LARGE_NUMEL else 1):
-            if factor > _MOST_FACTOR:
-                return None
-            scaled = replace(self, work=self.work.scaled(factor)).run()
-            if scaled.stalled_s <= HIDDEN_SHARE * scaled.step_s:
-                break
-            factor *= scaled.stalled_s / (HIDDEN_SHARE * scaled.step_s)
-        return max(1, round(self.work.tokens * factor))
-
-    def _gains(self, outcome: Outcome) -> dict[str, float]:
-        """Compute the seconds by which one more of each resource shortens a step."""
-        budgets, found = self.budgets, dict[str, float]()
-        uses_disk = outcome.read_bytes or outcome.written_bytes
-
-        def gain(within: Budgets, machine: Profile = self.machine) -> float:
-            other = replace(self, budgets=within, machine=machine)
-            return max(0.0, outcome.step_s - other.run().step_s)
-
-        if budgets.host_bytes is not None:
-            more = replace(budgets, host_bytes=budgets.host_bytes + _GB)
-            found["1 GB more host memory"] = gain(more) if uses_disk else 0.0
-        if budgets.device_bytes is not None:
-            more = replace(budgets, device_bytes=budgets.device_bytes + _GB)
-            found["1 GB more device memory"] = gain(more)
-        if budgets.directories and uses_disk:
-            more = replace(budgets, directories=budgets.directories + 1)
-            found["one more drive"] = gain(more, with_drives(self.machine, more.directories))
-        return found
+    case: ForecastCase
+    machine: TargetMachine
+    tuned: Tuned | None
 
 
-def smallest(works: Callable[[int], bool], most: int) -> int:
-    """Find the least number of bytes that works, to a thousandth and in whole pages, provided that
-    all larger numbers work. most: a number that works.
-    """
-    low, high = 0, most
-    while high - low > max(PAGE, int(high * _EXACT)):
-        middle = (low + high) // 2
-        low, high = (low, middle) if works(middle) else (middle, high)
-    return round_up(high, PAGE)
-
-
-def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Forecast:
+def forecast(
+    request: ForecastRequest,
+    tell: Tell = lambda text: None,
+    show: Callable[[Forecast], None] = lambda found: None,
+) -> Forecast:
     """Forecast the training that is requested. tell: called with a text that says what is done now.
-    Raises `ConfigError` if the machine or the model cannot be found, or the model cannot run on
-    shapes alone, and `CapacityError` with the arithmetic if the budgets cannot work.
+    show: called with the forecast as soon as only the gains are missing. Raises `ConfigError` if
+    the machine or the model cannot be found, or the model cannot run on shapes alone, and
+    `MisfitError` with the arithmetic, and with single changes that help, if the budgets cannot
+    work.
     """
+    tell("counting what the model computes and keeps")
+    setting = _set_up(request)
+    case = setting.case
+    tell("simulating a step")
+    try:
+        found = _answer(setting)
+    except CapacityError as error:
+        tell("looking for a change that fits")
+        raise MisfitError(_misfit(setting, error)) from error
+    if found.problems:
+        tell("looking for a change that fits")
+        found = replace(found, changes=_changes(setting))
+    show(found)
+    if found.timing is None:
+        return found
+    tell("simulating a step with more of each")
+    gains = case.gains(found.timing.step_s, bool(found.read_bytes or found.written_bytes))
+    return replace(found, timing=replace(found.timing, gains=gains))
+
+
+def _set_up(request: ForecastRequest) -> _Setting:
     machine = find_machine(request.on)
     source = find_source(request.model, request.shape)
     known = machine.profile or NOMINAL
@@ -279,18 +93,25 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
         usual = replace(usual, directories=usual.directories or 1)
     budgets = request.within(usual)
     profile = with_drives(completed(known), budgets.directories)
-    tell("counting what the model computes and keeps")
 
     def measured(unit_bytes: int | None) -> Footprint:
-        size, dtype, how = (request.batch, request.sequence), request.dtype, request.activations
-        return measure(source, *size, dtype, how, unit_bytes, on_device)
+        return measure(
+            source,
+            request.batch,
+            request.sequence,
+            request.dtype,
+            request.activations,
+            unit_bytes,
+            on_device,
+            request.full,
+            request.lora,
+        )
 
     footprint = measured(None)
     tuned = _tuned_for(footprint, profile, request, budgets.directories)
     tuning = UNTUNED if tuned is None else tuned.tuning
     if tuning.unit_bytes is not None:
         footprint = measured(tuning.unit_bytes)
-    work = footprint.workload(request.optimizer, profile)
     budgets = replace(budgets, chunk_numel=tuning.chunk_numel)
     missing = missing_speeds(known, footprint.dtype, budgets.directories, on_device)
     if machine.profile is not None and missing:
@@ -299,8 +120,8 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
             f"--only {','.join(missing)}` measures it and keeps the rest"
         )
         machine = replace(machine, profile=None, note=note)
-    case = _ForecastCase(request, footprint, work, budgets, profile, machine.profile, tuning)
-    return _answer(case, machine, tuned, tell)
+    case = ForecastCase.of(request, footprint, budgets, profile, machine.profile, tuning)
+    return _Setting(case, machine, tuned)
 
 
 def _tuned_for(
@@ -319,15 +140,13 @@ def _tuned_for(
     return machine.tuned_for(target)
 
 
-def _answer(
-    case: _ForecastCase, machine: TargetMachine, tuned: Tuned | None, tell: Tell
-) -> Forecast:
+def _answer(setting: _Setting) -> Forecast:
+    """Make the forecast, without the gains."""
+    case, machine, tuned = setting.case, setting.machine, setting.tuned
     request, footprint, budgets = case.request, case.footprint, case.budgets
-    tell("simulating a step")
-    plan, outcome = case.run_first()
+    plan = case.plan()
+    outcome = case.run(plan)
     saving = case.saving(plan)
-    if case.known is not None:
-        tell("simulating a step with more of each")
     return Forecast(
         model=footprint.name,
         machine=machine.name,
@@ -355,13 +174,57 @@ def _answer(
         spilled_bytes=outcome.spilled_bytes,
         to_device_bytes=outcome.to_device_bytes,
         to_host_bytes=outcome.to_host_bytes,
-        wear=case.wear(outcome.written_bytes, saving),
+        wear=case.wear(outcome, saving),
         saving=saving,
         least=case.least,
         plain_bytes=case.plain_bytes,
         fits_without_us=case.plain_bytes <= case.room_bytes,
-        notes=tuple(filter(None, (footprint.recompute_note,))),
+        notes=_notes(case),
         problems=case.problems(outcome.host_bytes_taken),
+        use=request.use,
+        lora=request.lora,
+        call=call_of(request, budgets, footprint.on_device),
         tuned=None if tuned is None else f"{tuned.tuning}; found {tuned.date}",
         timing=case.timing(outcome) if case.known is not None else None,
     )
+
+
+def _notes(case: ForecastCase) -> tuple[str, ...]:
+    request, footprint = case.request, case.footprint
+    notes = [footprint.recompute_note] if footprint.recompute_note else []
+    if request.use == WRAP and request.activations == "recompute":
+        notes.append("wrap leaves activations to you: checkpoint the layers in the model itself")
+    if not request.full and footprint.count.is_irregular:
+        notes.append(_UNCHECKED)
+    return tuple(notes)
+
+
+def _misfit(setting: _Setting, error: CapacityError) -> Misfit:
+    case = setting.case
+    found, budgets = case.footprint, case.budgets
+    return Misfit(
+        f"{found.name}: {found.numel:,} parameters, {found.dtype}",
+        f"{setting.machine.name} ({setting.machine.note})",
+        show_budgets(budgets.host_bytes, budgets.device_bytes, budgets.directories),
+        str(error),
+        _changes(setting),
+    )
+
+
+def _changes(setting: _Setting) -> tuple[Change, ...]:
+    case = setting.case
+
+    def step_of(request: ForecastRequest) -> tuple[float | None, float | None] | None:
+        other = _set_up(request).case
+        try:
+            plan = other.plan()
+        except CapacityError:
+            return None
+        outcome = other.run(plan)
+        if other.problems(outcome.host_bytes_taken):
+            return None
+        if other.known is None:
+            return None, None
+        return outcome.step_s, other.work.tokens / outcome.step_s
+
+    return find_changes(case, step_of)

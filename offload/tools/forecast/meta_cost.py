@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ _attention_backward_flops: Callable[..., int] = flop_counter.sdpa_backward_flop_
 _LOOK_UPS = (_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one use of a unit, until the next use. moved_bytes: read and written in memory by
+    operations that are not matrix products.
+    """
+
+    phase: int
+    unit: int
+    flops: int
+    moved_bytes: int
+
+
 class Meter(TorchDispatchMode):
     """A dispatch mode that counts operations while it is in force; `metered` enters it.
 
@@ -51,6 +64,15 @@ class Meter(TorchDispatchMode):
         for tensor in ignored:
             self._known.add(tensor.untyped_storage())
         self._verdicts: dict[int, bool] = {}  # results of checks, by the tensor's `id`
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch would import its compiler to skip it
+
+    def take_peak(self) -> int:
+        """Return the peak, and begin a new one."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak_bytes
 
     def __torch_dispatch__(
         self,
@@ -223,3 +245,33 @@ def metered(meter: Meter, on_device: bool = False) -> Iterator[None]:
     """
     with torch.device("meta"), _AttentionCost(on_device), meter:
         yield
+
+
+_DRAWS = frozenset(
+    [getattr(Tensor, f"{name}_") for name in ("normal", "uniform", "random", "bernoulli", "erfinv")]
+    + [getattr(torch.nn.init, f"{name}_") for name in ("normal", "uniform", "trunc_normal")]
+)
+
+
+class _NoDraws(TorchFunctionMode):
+    """A function mode that leaves out random initial values: on the meta device there are none, and
+    torch takes a second to find that out.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        target = args[0] if args else named.get("tensor")
+        if func in _DRAWS and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **named)
+
+
+def without_initial_values() -> TorchFunctionMode:
+    """Make a mode in which parameters on the meta device get no random values."""
+    return _NoDraws()

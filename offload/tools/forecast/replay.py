@@ -21,7 +21,7 @@ from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
 from offload.telemetry import run_file
 from offload.telemetry.run_file import About, Run
-from offload.tools.forecast.forecast import ForecastRequest, show_seconds
+from offload.tools.forecast.forecast import show_seconds
 from offload.tools.forecast.machines import (
     TargetMachine,
     find_machine,
@@ -29,6 +29,7 @@ from offload.tools.forecast.machines import (
     usual_budgets,
     with_drives,
 )
+from offload.tools.forecast.request import ForecastRequest
 from offload.tools.forecast.simulator import Outcome, simulate
 from offload.tools.forecast.workload import Workload
 from offload.tools.output import table

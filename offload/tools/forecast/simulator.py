@@ -22,7 +22,7 @@ allocates no memory for tensors and reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -35,7 +35,9 @@ from offload.planning.profile import Profile, Tuning
 from offload.planning.training import TrainingPlan, plan_training
 from offload.planning.tuning import UNTUNED
 from offload.planning.unit import PAGE, UnitSizes
+from offload.storage.engine import DEPTH
 from offload.telemetry.run_file import ParamFact, UnitFact
+from offload.tools.forecast.extrapolation import Sample, plan_of_sample, weighted
 from offload.tools.forecast.forecast import StepTime
 from offload.tools.forecast.simulation.device import COMPUTING
 from offload.tools.forecast.simulation.gradients import COPY, in_order_of_units
@@ -150,19 +152,49 @@ def simulate(
     if iterations < 1:
         raise ConfigError(f"iterations: expected 1 or more, got {iterations}")
     plan = plan or plan_of(work, replace(budgets, chunk_numel=tuning.chunk_numel))
-    training = Training(work, plan, machine, tuning)
+    mean = _steady(Training(work, plan, machine, tuning), iterations)
+    return _outcome(mean, plan, work.device != "cpu")
+
+
+def simulate_samples(
+    samples: Sequence[Sample],
+    plan: TrainingPlan,
+    machine: Profile,
+    tuning: Tuning = UNTUNED,
+    iterations: int = 4,
+) -> Outcome:
+    """Simulate models with fewer layers than the one of the plan, and return what follows for that
+    one.
+    """
+    found, offloads = [], plan.budgets.offloads_activations
+    for sample in samples:
+        joined = max(1, sample.joined_numel // plan.state.chunk_numel)
+        few = plan_of_sample(plan, facts_of(sample.work, offloads), joined)
+        depth = (tuning.queue_depth or DEPTH) * joined  # as many bytes of larger requests
+        training = Training(sample.work, few, machine, replace(tuning, queue_depth=depth))
+        found.append((sample.weight, _steady(training, iterations)))
+    mean = weighted(found)
+    mean[AHEAD] = found[-1][1][AHEAD]
+    return _outcome(mean, plan, samples[0].work.device != "cpu")
+
+
+def _steady(training: Training, iterations: int) -> dict[str, float]:
+    """Run iterations, and return the mean of those after the first two."""
     spent = [training.iterate() for _ in range(iterations)]
     last = spent[_LEARNING:] or spent[-1:]
     names = dict.fromkeys(name for one in last for name in one)
     mean = {name: sum(one.get(name, 0.0) for one in last) / len(last) for name in names}
     mean[AHEAD] = spent[-1][AHEAD]
-    return _outcome(mean, plan, work.device != "cpu")
+    return mean
 
 
 def _outcome(mean: Mapping[str, float], plan: TrainingPlan, on_device: bool) -> Outcome:
     update_s = mean.get(f"{STEP}{UPDATE}", 0.0)
-    compute_s = mean[DEVICE] if on_device else mean.get(f"{MODEL}{COMPUTE}", 0.0)
-    each_s = (mean.get(f"{MODEL}{c}", 0.0) + mean.get(f"{STEP}{c}", 0.0) for c in _ELSE)
+    # The passes of a model that is not prepared are all that is between steps.
+    passes = COMPUTE if plan.facts.is_prepared else BETWEEN
+    compute_s = mean[DEVICE] if on_device else mean.get(f"{MODEL}{passes}", 0.0)
+    else_ = [cause for cause in _ELSE if cause != passes]
+    each_s = (mean.get(f"{MODEL}{c}", 0.0) + mean.get(f"{STEP}{c}", 0.0) for c in else_)
     stalls = _stalls(mean, compute_s if on_device else None)
     has_to_do = {"compute and update": compute_s + update_s + sum(each_s)}
     has_to_do |= {name: mean.get(name, 0.0) for name in (DISK, UP, DOWN)}

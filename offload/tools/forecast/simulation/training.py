@@ -200,6 +200,9 @@ class Training:
         device, plan = self._device, self._plan.state
         if device is not None and plan.has_grad_buffers:  # downloaded while backward runs
             device.download(sum(spec.numel * spec.device_bytes for spec in plan.params))
+        if device is not None and self._residency is None:
+            device.compute(self._work.between_s)  # the passes of a wrapped optimizer's model
+            return
         beside = self._compute_beside_disk if device is None else 1.0
         with self._clock.cause(BETWEEN):
             self._clock.spend(self._work.between_s, beside)
