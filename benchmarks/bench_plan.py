@@ -30,7 +30,7 @@ from offload.planning import profile
 from offload.planning.profile import Profile
 from offload.telemetry import run_file
 from offload.telemetry.run_file import Run
-from offload.tools.forecast.model_source import find_source
+from offload.tools.forecast.sources import find_source
 
 SIZE, SEQUENCE = "100M", 256
 TRAINED_BYTES = 16

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 from offload.core.metrics import Metrics
 from offload.core.timeline import COMPUTE, DISK_READS, Event, busy_s
@@ -201,7 +201,7 @@ class PrefetchDepth:
         return takewhile(lambda use: use.phase is Phase.BACKWARD, self.trace.ahead())
 
     def _needed(self, uses: Iterable[Use]) -> Iterator[int]:
-        return (number for use in uses for number in self._units[use.unit].needs)
+        return chain.from_iterable(self._units[use.unit].needs for use in uses)
 
     def pause(self, now_s: float | None = None) -> None:
         """Record the end of the compute that runs, if any."""

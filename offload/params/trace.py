@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import cycle
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,11 @@ class Trace:
     def _tokens_ahead(self) -> Iterator[int]:
         history = self._history
         if self._match is not None:
-            begin, end = self._match + 1 - self._dropped, len(history)
-            while True:  # the uses from there to here are the prediction, again and again
-                for at in range(begin, end):
-                    yield history[at]
+            # The uses from there to here are the prediction, again and again.
+            return cycle(history[self._match + 1 - self._dropped :])
         if history and self._uses[history[-1]].phase is Phase.BACKWARD:
-            yield from self._reversed_forward()
+            return self._reversed_forward()
+        return iter(())
 
     def _reversed_forward(self) -> Iterator[int]:
         """Predict a backward pass that is not in the history: the forward pass, back from this

@@ -19,7 +19,7 @@ import offload
 from offload.core.errors import ConfigError
 from offload.tools.forecast.footprint import Footprint, make_on_meta, make_optimizer, measure
 from offload.tools.forecast.meta_cost import Meter, metered
-from offload.tools.forecast.model_source import FunctionSource, find_source
+from offload.tools.forecast.sources import FunctionSource, find_source
 from offload.tools.forecast.synthetic_llama import StandIn
 
 BATCH, SEQUENCE = 2, 24
@@ -359,7 +359,7 @@ def test_a_model_of_transformers_is_counted(kind: str, tmp_path: Path) -> None:
 LARGE = """
 import resource, torch
 from offload.tools.forecast.footprint import measure
-from offload.tools.forecast.model_source import find_source
+from offload.tools.forecast.sources import find_source
 measure(find_source("1M"), 1, 64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = measure(find_source("SIZE"), 1, 4096)

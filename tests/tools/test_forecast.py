@@ -21,9 +21,9 @@ from offload.tools.forecast.footprint import measure
 from offload.tools.forecast.forecast import HIDDEN_SHARE, Forecast
 from offload.tools.forecast.forecaster import forecast
 from offload.tools.forecast.machines import NOMINAL, find_machine, shipped, with_drives
-from offload.tools.forecast.model_source import FunctionSource, find_source
 from offload.tools.forecast.request import FIELDS, ForecastRequest
 from offload.tools.forecast.simulator import facts_of
+from offload.tools.forecast.sources import FunctionSource, find_source
 from offload.tools.forecast.synthetic_llama import StandIn
 
 BATCH, SEQUENCE = 2, 32

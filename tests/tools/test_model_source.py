@@ -17,7 +17,7 @@ import offload
 from offload.core.errors import ConfigError, FormatError
 from offload.tools.forecast.footprint import measure
 from offload.tools.forecast.model_shape import PUBLISHED, Shape, derive_shape, parse_count
-from offload.tools.forecast.model_source import FunctionSource, find_source
+from offload.tools.forecast.sources import FunctionSource, find_source
 from offload.tools.forecast.synthetic_llama import StandIn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from typing import TYPE_CHECKING, Any, Final
 
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES
@@ -105,6 +106,7 @@ def _forecast(args: argparse.Namespace) -> int:
     from offload.tools.forecast.forecast import MisfitError
     from offload.tools.forecast.forecaster import forecast
 
+    gc.freeze()  # what is imported stays; looking for garbage in it takes longer than the plan
     with status_line() as line:
 
         def show(found: Forecast) -> None:

@@ -18,8 +18,8 @@ from offload.planning.state_plan import RATED_TERABYTES_WRITTEN
 from offload.planning.training import TrainingPlan
 from offload.planning.unit import PAGE
 from offload.tools.forecast.extrapolation import (
+    Fineness,
     Sample,
-    joined_numel,
     sample_sizes,
 )
 from offload.tools.forecast.footprint import Footprint
@@ -47,7 +47,7 @@ _EXACT = 1e-3  # of the smallest budget: the search ends within this share
 _ITERATIONS = 4  # two of them steady: which chunks stay in buffers differs from step to step
 _FEWER_ITERATIONS = 3  # for a model so large that its buffers hardly matter
 _LARGE_NUMEL = 2 * 10**9
-_LARGE_USES = 200
+_MANY_USES = 400  # of units in an iteration: with fewer, all layers are simulated
 _FEW_CHUNKS = 64  # into which state is cut to find whether a budget works
 _PLAN_FINER = 2  # times as many chunks as in a simulation are planned, since a plan is cheap
 _ORIGIN = (
@@ -74,7 +74,7 @@ class ForecastCase:
 
     @property
     def numel(self) -> int:
-        return sum(param.numel for param in self.work.params)
+        return self.work.trained_numel
 
     samples: tuple[Sample, ...] = ()
 
@@ -91,15 +91,18 @@ class ForecastCase:
         """Make a case with the workload of that footprint, and with samples if it is large."""
         work = footprint.workload(request.optimizer, machine, request.use)
         case = cls(request, footprint, work, budgets, machine, known, tuning)
-        is_small = case.numel < _LARGE_NUMEL and len(work.uses) < _LARGE_USES
-        if request.full or is_small:
+        has_many_uses = len(work.uses) > _MANY_USES
+        if request.full or (case.numel < _LARGE_NUMEL and not has_many_uses):
             return case
+        whole, fineness = footprint.count.whole, Fineness.of(case.numel)
+        sizes = sample_sizes(whole, fineness) if has_many_uses else [(whole, 1.0)]
         samples = []
-        for periods, weight in sample_sizes(footprint.count.whole):
+        for periods, weight in sizes:
             with footprint.shortened_to(periods) as few:
                 small = few.workload(request.optimizer, machine, request.use)
-                samples.append(Sample(small, weight, joined_numel(small)))
-        budgets = replace(budgets, joined_numel=joined_numel(work) // _PLAN_FINER)
+                samples.append(Sample(small, weight, small.trained_numel // fineness.pieces))
+        joined = case.numel // (fineness.pieces * _PLAN_FINER)
+        budgets = replace(budgets, joined_numel=joined)
         return replace(case, samples=tuple(samples), budgets=budgets)
 
     @property
@@ -121,10 +124,10 @@ class ForecastCase:
 
     def run(self, plan: TrainingPlan | None = None) -> Outcome:
         """Simulate steady steps of the training."""
-        count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
         plan = plan or plan_of(self.work, self.budgets)
         if self.samples:
-            return simulate_samples(self.samples, plan, self.machine, self.tuning, count)
+            return simulate_samples(self.samples, plan, self.machine, self.tuning)
+        count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
         return simulate(self.work, self.budgets, self.machine, self.tuning, count, plan)
 
     def scaled(self, factor: float) -> ForecastCase:

@@ -142,7 +142,7 @@ class ShapeRun:
     def _run(self) -> _Recorder:
         known = [*self.model.parameters(), *self.model.buffers(), *_tensors_in(self.inputs)]
         recorder = _Recorder(Meter(known))
-        recompute = Recompute(dict(self.recomputed), lambda unit: (), Metrics(), compares=False)
+        recompute = Recompute(self.recomputed, lambda unit: (), Metrics(), compares=False)
         with (
             closing(recompute),
             _followed(self.model, self._parts, recorder),

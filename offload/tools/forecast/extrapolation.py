@@ -20,11 +20,29 @@ from offload.planning.training import TrainingPlan
 from offload.planning.unit import PAGE, UnitSizes, on_device_bytes
 from offload.tools.forecast.workload import Workload
 
-_FEW, _MORE = 8, 16  # periods of a run of layers that are simulated
 _UNITS_AHEAD = 2  # that a pass holds beside the one in use
 _LEAST_BUFFERS = 5  # of joined chunks, so that reads, update and writes overlap
-PIECES = 500  # into which the state of a model with few layers is cut
 
+
+@dataclass(frozen=True)
+class Fineness:
+    """How finely a large model is simulated. few, more: periods of each run of layers. pieces: into
+    which the state is cut.
+    """
+
+    few: int
+    more: int
+    pieces: int
+
+    @classmethod
+    def of(cls, numel: int) -> Fineness:
+        """Choose it for so many parameters: what is put together from a few of very many layers
+        needs more of them.
+        """
+        return cls(8, 16, 1000) if numel < _HUGE_NUMEL else cls(16, 32, 2000)
+
+
+_HUGE_NUMEL = 10**11
 Run = TypeVar("Run")
 
 
@@ -40,21 +58,19 @@ class Sample:
     joined_numel: int
 
 
-def sample_sizes(periods: Mapping[Run, int]) -> list[tuple[dict[Run, int], float]]:
+def sample_sizes(
+    periods: Mapping[Run, int], fineness: Fineness
+) -> list[tuple[dict[Run, int], float]]:
     """Choose models with fewer periods of each run of repeated layers, each with its weight: one
     with few of all, and for each run one that has more of it. Runs that are not much longer stay as
     they are.
     """
-    long = {run: count for run, count in periods.items() if count > _MORE + _FEW}
-    few = {run: _FEW if run in long else count for run, count in periods.items()}
-    slopes = {run: (count - _FEW) / (_MORE - _FEW) for run, count in long.items()}
+    least, most = fineness.few, fineness.more
+    long = {run: count for run, count in periods.items() if count > least + most}
+    few = {run: least if run in long else count for run, count in periods.items()}
+    slopes = {run: (count - least) / (most - least) for run, count in long.items()}
     found = [(few, 1.0 - sum(slopes.values()))]
-    return found + [(few | {run: _MORE}, slope) for run, slope in slopes.items()]
-
-
-def joined_numel(work: Workload) -> int:
-    """Return the elements of chunks that are simulated as one."""
-    return sum(param.numel for param in work.params) // PIECES
+    return found + [(few | {run: most}, slope) for run, slope in slopes.items()]
 
 
 def weighted(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
@@ -66,12 +82,14 @@ def weighted(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, 
     }
 
 
-def plan_of_sample(plan: TrainingPlan, few: TrainingFacts, joined: int) -> TrainingPlan:
+def plan_of_sample(
+    plan: TrainingPlan, few: TrainingFacts, joined: int, logits_bytes: int
+) -> TrainingPlan:
     """Cut the plan of a model down to one with fewer layers, whose facts are `few`. joined: chunks
-    that are simulated as one.
+    that are simulated as one. logits_bytes: of both models.
     """
     shares = _shares_of(plan, few, joined)
-    budgets = replace(plan.budgets, device_bytes=_device_bytes(plan, few))
+    budgets = replace(plan.budgets, device_bytes=_device_bytes(plan, few, logits_bytes))
     return TrainingPlan(few, budgets, shares, _state_of(plan.state, few, joined))
 
 
@@ -111,16 +129,17 @@ def _state_of(state: Plan, few: TrainingFacts, joined: int) -> Plan:
     )
 
 
-def _device_bytes(plan: TrainingPlan, few: TrainingFacts) -> int | None:
+def _device_bytes(plan: TrainingPlan, few: TrainingFacts, logits_bytes: int) -> int | None:
     """Return the limit of the device's memory: what others hold is less, and so is the part of the
-    blocks that has room beside it.
+    blocks that has room beside it. Room for logits is left twice, as the engine leaves it.
     """
     limit, many = plan.budgets.device_bytes, plan.facts
     if limit is None or not many.is_prepared:
         return limit
     sizes, fewer = ([on_device_bytes(n) for n in facts.units.nbytes] for facts in (many, few))
-    room = _room(limit - many.others_bytes, sizes, fewer, _least(many.units))
-    return few.others_bytes + room
+    left = limit - many.others_bytes
+    twice = min(logits_bytes, max(0, left - _least(many.units)))
+    return few.others_bytes + twice + _room(left - twice, sizes, fewer, _least(many.units))
 
 
 def _least(units: UnitSizes) -> int:

@@ -53,7 +53,8 @@ class Footprint:
     activation_bytes: what autograd keeps of the layers until backward. logits_bytes: the most that
     is held beside them: the output, the loss, their gradients, and the temporaries of one layer.
     layer_bytes: the most that one use adds to activations. recomputed_layers: how many run twice.
-    on_device: the model runs on a device. unit_bytes: as in the tuner's `Tuning`.
+    item: what a batch has several of. on_device: the model runs on a device. unit_bytes: as in the
+    tuner's `Tuning`.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Footprint:
     buffer_bytes: int
     recomputed_layers: int
     tokens: int
+    item: str
     activations: str
     on_device: bool
     count: Count
@@ -249,7 +251,7 @@ def measure(
         add_adapters(model, lora)
     units = find_units(model, unit_bytes=unit_bytes)
     layers = layers_of(model, units, is_chosen=False) if activations == "recompute" else {}
-    size = f"{batch} texts of {sequence} tokens"
+    size = f"{batch} {source.item}s of {sequence} tokens"
     run = ShapeRun(source, model, inputs, size, units, layers, on_device)
     count = run.count(counts_all)
     return _footprint(
@@ -263,7 +265,8 @@ def measure(
             layer_bytes=count.layer_bytes,
             buffer_bytes=buffer_bytes(model),
             recomputed_layers=len(layers),
-            tokens=batch * sequence,
+            tokens=batch * source.tokens_of(sequence),
+            item=source.item,
             activations=activations,
             on_device=on_device,
             count=count,

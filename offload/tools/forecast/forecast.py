@@ -162,6 +162,7 @@ class Forecast:
     units: int
     batch: int
     sequence: int
+    item: str
     tokens: int
     steps: int
     optimizer: str
@@ -269,7 +270,7 @@ class Forecast:
         )
         yield (
             "a step",
-            f"{self.batch} text{'s' * (self.batch != 1)} of {self.sequence:,} tokens, "
+            f"{self.batch} {self.item}{'s' * (self.batch != 1)} of {self.sequence:,} tokens, "
             f"{self.flops / 1e12:.3g} TFLOP, "
             f"{self.optimizer}, activations: {self.activations}",
         )

@@ -32,8 +32,8 @@ from offload.tools.forecast.machines import (
     usual_budgets,
     with_drives,
 )
-from offload.tools.forecast.model_source import find_source
 from offload.tools.forecast.request import WRAP, ForecastRequest
+from offload.tools.forecast.sources import find_source
 
 Tell = Callable[[str], None]
 _UNCHECKED = (
@@ -156,7 +156,8 @@ def _answer(setting: _Setting) -> Forecast:
         dtype=footprint.dtype,
         units=len(footprint.units),
         batch=request.batch,
-        sequence=request.sequence,
+        sequence=footprint.tokens // request.batch,
+        item=footprint.item,
         tokens=footprint.tokens,
         steps=request.steps,
         optimizer=request.optimizer,

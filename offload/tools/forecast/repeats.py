@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -34,7 +34,7 @@ class Repeat:
     module that a unit uses.
     """
 
-    layers: nn.Module
+    layers: nn.Module = field(repr=False)
     begin: int
     length: int
     periods: int

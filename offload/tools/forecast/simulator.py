@@ -59,6 +59,9 @@ from offload.tools.forecast.simulation.training import (
 from offload.tools.forecast.workload import Workload
 
 DEVICE_IDLE = f"{MODEL}the device waits"
+READ, WRITTEN = "disk_read_bytes", "disk_written_bytes"
+DISK_READ = "disk read"  # the cause of a wait for state
+_ITERATIONS = 2  # of a sample: in a large model a third one is like the second
 _LEARNING = 2  # first iterations: the trace is not recorded yet, and there is no state
 _ALIGN_BYTES = 64  # of a gradient's place
 _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor waiting
@@ -161,7 +164,6 @@ def simulate_samples(
     plan: TrainingPlan,
     machine: Profile,
     tuning: Tuning = UNTUNED,
-    iterations: int = 4,
 ) -> Outcome:
     """Simulate models with fewer layers than the one of the plan, and return what follows for that
     one.
@@ -169,13 +171,35 @@ def simulate_samples(
     found, offloads = [], plan.budgets.offloads_activations
     for sample in samples:
         joined = max(1, sample.joined_numel // plan.state.chunk_numel)
-        few = plan_of_sample(plan, facts_of(sample.work, offloads), joined)
+        work = sample.work
+        few = plan_of_sample(plan, facts_of(work, offloads), joined, work.logits_bytes)
         depth = (tuning.queue_depth or DEPTH) * joined  # as many bytes of larger requests
-        training = Training(sample.work, few, machine, replace(tuning, queue_depth=depth))
-        found.append((sample.weight, _steady(training, iterations)))
+        training = Training(work, few, machine, replace(tuning, queue_depth=depth))
+        mean = _steady(training, _ITERATIONS)
+        kept = few.state.buffers * joined - plan.state.buffers  # chunks that stay in buffers
+        _count_again(mean, max(0, kept) * plan.state.buffer_bytes)
+        found.append((sample.weight, mean))
     mean = weighted(found)
     mean[AHEAD] = found[-1][1][AHEAD]
     return _outcome(mean, plan, samples[0].work.device != "cpu")
+
+
+def _count_again(mean: dict[str, float], nbytes: int) -> None:
+    """Count bytes of state that were not moved, because so many larger chunks stay in buffers from
+    one step to the next: they would be read and written, and where a step waits for the drives, it
+    would wait for them, too.
+    """
+    moved = mean.get(READ, 0.0) + mean.get(WRITTEN, 0.0)
+    if not nbytes or not moved or not mean.get(DISK):
+        return
+    seconds = 2 * nbytes * mean[DISK] / moved
+    mean[READ] = mean.get(READ, 0.0) + nbytes
+    mean[WRITTEN] = mean.get(WRITTEN, 0.0) + nbytes
+    mean[DISK] += seconds
+    waited = f"{STEP}{DISK_READ}"
+    if mean.get(waited, 0.0) > seconds:
+        mean[waited] += seconds
+        mean[WHOLE] += seconds
 
 
 def _steady(training: Training, iterations: int) -> dict[str, float]:
@@ -208,8 +232,8 @@ def _outcome(mean: Mapping[str, float], plan: TrainingPlan, on_device: bool) -> 
         compute_s=compute_s,
         update_s=update_s,
         stalls=stalls,
-        read_bytes=count("disk_read_bytes"),
-        written_bytes=count("disk_written_bytes"),
+        read_bytes=count(READ),
+        written_bytes=count(WRITTEN),
         to_device_bytes=count("host_to_device_bytes"),
         to_host_bytes=count("device_to_host_bytes"),
         depth=count(AHEAD),

@@ -69,6 +69,10 @@ class Workload:
         return sum(use.compute_s for use in self.uses)
 
     @property
+    def trained_numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
     def param_bytes(self) -> int:
         if self.units:
             return sum(unit.nbytes for unit in self.units)

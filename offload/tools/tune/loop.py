@@ -20,7 +20,8 @@ from offload.core.host_facts import free_memory_bytes, read_memory
 from offload.device.accelerator import find_device
 from offload.planning.trial import current
 from offload.tools.forecast.model_shape import Shape
-from offload.tools.forecast.model_source import ModelSource, find_source
+from offload.tools.forecast.model_source import ModelSource
+from offload.tools.forecast.sources import find_source
 from offload.tools.tune.session import SHAPE, add_loop_options
 
 SEED = 20261117
