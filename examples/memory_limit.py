@@ -1,7 +1,4 @@
-"""A memory limit that the kernel enforces: a cgroup where this user can make one, or RLIMIT_DATA.
-
-It is used only if a process that takes more has failed. `under_limit.py` starts a script under it.
-"""
+"""A memory limit that the kernel enforces: a cgroup where one can be made, else RLIMIT_DATA."""
 
 from __future__ import annotations
 
@@ -115,7 +112,7 @@ def set_limit(wanted: str, nbytes: int) -> tuple[Limit, list[str]]:
             try:
                 return kind(nbytes), refusals
             except (OSError, subprocess.TimeoutExpired) as error:
-                refusals.append(f"{name}: {error}")
+                refusals.append(f"{name}: {getattr(error, 'strerror', None) or error}")
     return Limit(), refusals
 
 
@@ -126,6 +123,7 @@ def make_group() -> Path:
         handed_down = level / "cgroup.subtree_control"  # v2
         is_v2 = handed_down.exists() and "memory" in handed_down.read_text().split()
         if is_v2 or (level / FILES[1][0]).exists():
+            remove_old(level)
             group = level / f"offload-demo-{os.getpid()}"
             try:
                 group.mkdir()
@@ -135,11 +133,18 @@ def make_group() -> Path:
     raise refusal
 
 
+def remove_old(level: Path) -> None:
+    """Remove the groups of demos that were killed themselves; what was in them has ended, too."""
+    for group in level.glob("offload-demo-*"):
+        if not Path("/proc", group.name.rpartition("-")[2]).exists():
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+
 def try_out(limit: Limit) -> None:
     """Raise `OSError` unless a process that takes more than the limit fails for want of memory."""
     command = [sys.executable, PROGRAM, limit.argument, "--take", str(limit.nbytes)]
     before = limit.kills()
     done = subprocess.run(command, input="go\n", capture_output=True, text=True, timeout=TRIAL_S)
     if limit.failure(done.returncode, done.stderr, before) is None:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise OSError(f"a process that takes more ends with {done.returncode}: {last}")
+        raise OSError(f"a process that takes more ends with {done.returncode} {done.stderr[-99:]}")

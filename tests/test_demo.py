@@ -26,7 +26,7 @@ from offload.core.host_facts import cgroup_levels
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MI = 1 << 20
 # What torch needs is more than the limit, and what the interpreter with torch takes is half of it.
-SMALL = ("--steps=4", "--every=2", "--layers=4", "--host-memory=64MiB", "--limit=512MiB")
+SMALL = ("--steps=4", "--every=2", "--layers=5", "--host-memory=64MiB", "--limit=560MiB")
 TINY = ("--steps=8", "--every=3", "--layers=2", "--width=256", "--host-memory=4MiB")
 SETTINGS = {**os.environ, "OMP_NUM_THREADS": "1"}
 BITS = r"^   The result +all (\d+) losses and all parameters: bit for bit those of 1\.$"
@@ -126,7 +126,7 @@ def run_tiny(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_it_leaves_nothing_when_it_is_interrupted(name: str, run: str, tmp_path: Path) -> None:
     out, number = tmp_path / "build", getattr(signal, name)
     process = children.Popen(
-        command(out, *TINY, "--steps=200", "--limit=1GiB"),
+        command(out, *TINY, "--steps=60", "--limit=1GiB"),
         nested=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -236,8 +236,12 @@ def test_a_group_is_made_where_the_controller_is_handed_down(
     (own / "cgroup.subtree_control").write_text("\n")
     (own.parent / "cgroup.subtree_control").write_text("cpu memory pids\n")
     levels = [own, own.parent, tmp_path]
+    old, living = own.parent / "offload-demo-999999999", own.parent / "offload-demo-1"
+    old.mkdir()
+    living.mkdir()
     monkeypatch.setattr(memory_limit, "cgroup_levels", lambda controller: levels)
     assert memory_limit.make_group() == own.parent / f"offload-demo-{os.getpid()}"
+    assert not old.exists() and living.exists()
     del levels[1]
     with pytest.raises(OSError, match="no cgroup with the memory controller"):
         memory_limit.make_group()
