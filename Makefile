@@ -36,7 +36,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
 
-demo: setup  ## train a GPT that needs more memory than it gets, kill it and go on, to the bits of plain torch; ends with a page
+demo: setup  ## under one memory limit plain torch fails; two lines of offload train, are killed, go on, to the same bits
 	"$(PY)" examples/demo.py
 
 quick: built  ## the heart of every promise in two minutes: what one runs after each edit

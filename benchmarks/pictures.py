@@ -1,7 +1,7 @@
 """The pictures of the documents: `make pictures` writes docs/pictures.
 
-`one_step.png` is drawn by hand, so to speak: four units, memory for three of them, one step. The
-others are of real runs: the demo's picture and its page as Chromium shows it.
+`one_step.png` is drawn by hand, so to speak: four units, memory for three of them, one step.
+`page.png` is of a real run: the demo's page as Chromium shows it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ def draw_one_step(path: Path) -> None:
 
 
 def show_demo(pictures: Path) -> None:
-    """Run the demo and take pictures of the files it leaves."""
+    """Run the demo and take a picture of the page that it leaves."""
     subprocess.run(["make", "demo"], cwd=ROOT, check=True)
-    shutil.copy(ROOT / "build" / "demo.png", pictures / "demo.png")
     browser = shutil.which("chromium")
     if browser is None:
         sys.exit("pictures: the page is shown by Chromium, which is not here (apt: chromium)")

@@ -1,143 +1,145 @@
-"""The show of `make demo`: train_gpt.py runs three times, and the second one is killed.
+"""The show of `make demo`: in a memory limit where plain torch fails, the same script with two
+lines of offload trains, is killed, goes on, and ends with the bits of torch without the limit.
 
-First plain torch with all in memory, then the same model with most of it on disk, until a SIGKILL
-comes in the middle of a step; then again, from the newest whole checkpoint. Every loss and every
-bit of the result must be those of the first run. A picture and a page with the timeline are left.
+`demo_run.py` has the runs, `memory_limit.py` the limit, `demo_checks.py` what must hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from demo_picture import draw
+import demo_checks as checks
+from demo_run import Run
+from memory_limit import KINDS, Limit, set_limit
 
-EXAMPLE = Path(__file__).parent / "train_gpt.py"
-MI = 1 << 20
+from offload.core.config import format_size, parse_size
 
-
-class Run:
-    """A process of train_gpt.py and the lines that it notes. Its progress line is seen here."""
-
-    def __init__(self, title: str, folder: Path, log: str, options: list[str]) -> None:
-        print(f"\n--- {title}\n", flush=True)
-        self._log = folder / log
-        self._process = subprocess.Popen([sys.executable, EXAMPLE, "--log", self._log, *options])
-
-    def lines(self) -> list[dict[str, Any]]:
-        text = self._log.read_text() if self._log.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def steps(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines() if "step" in line]
-
-    def wait(self) -> None:
-        if self._process.wait() != 0:
-            raise SystemExit(f"train_gpt.py ended with {self._process.returncode}")
-
-    def kill_in_step(self, number: int) -> None:
-        """Kill the process when it has begun that step."""
-        while len(self.steps()) < number - 1:
-            if self._process.poll() is not None:
-                raise SystemExit(f"train_gpt.py ended with {self._process.returncode}")
-            time.sleep(0.005)
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+INTERRUPTED = 128  # and the signal's number
 
 
-def show(options: argparse.Namespace, folder: Path) -> int:
-    common = [f"--steps={options.steps}", f"--layers={options.layers}", f"--seed={options.seed}"]
-    swap, trace = folder / "swap", options.out / "demo_trace.json"
-    swap.mkdir()
-    ours = [*common, f"--nvme={swap}", f"--save={folder / 'checkpoints'}", f"--trace={trace}"]
-    ours.append(f"--every={options.every}")
-
-    plain = Run("torch alone, everything in memory", folder, "plain", [*common, "--in-memory"])
-    with_end(plain, plain.wait)
-    first = Run("the same with offload, most of it on disk", folder, "first", ours)
-    with_end(first, lambda: first.kill_in_step(options.steps * 3 // 5))
-    print(f"\n\nkill -9 in step {len(first.steps()) + 1}", flush=True)
-    left = list(swap.iterdir())
-    print(f"left in the swap directory: {', '.join(map(str, left)) or 'nothing'}")
-    second = Run("started again", folder, "second", ours)
-    with_end(second, second.wait)
-
-    print("\n--- what is to be seen\n")
-    is_well = not left and tell(plain, first, second)
-    draw(plain, first, second, options.out / "demo.png")
-    page = options.out / "demo.html"
-    subprocess.run([sys.executable, "-m", "offload", "report", trace, "-o", page], check=True)
-    print(f"picture   {options.out / 'demo.png'}\ntimeline  {trace} (ui.perfetto.dev)")
-    print(f"the page  {page.absolute()}")
-    return 0 if is_well else 1
+def show(options: argparse.Namespace, folder: Path, limit: Limit) -> list[str]:
+    """Run all; return what is not as it must be."""
+    shape = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "width")]
+    plain = run_plain(folder, shape)
+    say("The limit from here on", checks.tell_limit(limit, plain.peak_bytes))
+    problems = run_limited(folder, shape, limit) if limit.nbytes else []
+    print("\nThe same script with two lines more:\n")
+    print("\n".join(f"    + {line}" for line in checks.lines_of_offload()), end="\n\n")
+    trace = options.out / "demo_trace.json"
+    ours = [*shape, f"--host-memory={options.host_memory}", f"--every={options.every}"]
+    ours += [f"--nvme={folder / 'swap'}", f"--save={folder / 'checkpoints'}", f"--trace={trace}"]
+    first = run_killed(folder, ours, limit, options.steps * 3 // 4 + 1)
+    newest = checks.newest_checkpoint(folder / "checkpoints")
+    problems += [f"the killed run has left {path}" for path in (folder / "swap").iterdir()]
+    second = run_again(folder, ours, limit)
+    problems += checks.check_memory(first) + checks.check_memory(second)
+    problems += tell_bits(plain, first, second, newest)
+    write_page(trace, options.out / "demo.html")
+    return problems
 
 
-def with_end(run: Run, act: Any) -> None:
-    """Run `act`; the run's process never outlives ours."""
-    try:
-        act()
-    finally:
-        run.close()
+def run_plain(folder: Path, shape: list[str]) -> Run:
+    with Run("torch without a limit", folder, Limit(), [*shape, "--in-memory"]) as run:
+        run.start()
+        run.finish()
+    losses = [line["loss"] for line in run.steps()]
+    count = run.lines()[0]["parameters"] / 1e6
+    print(f"\nA GPT of {count:.0f} M parameters: fp32, AdamW, {len(losses)} steps, on the CPU.\n")
+    took = f"peak {format_size(run.peak_bytes)}, {median(run.seconds):.2f} s a step"
+    say("1. Plain torch, no limit", f"{took}, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return run
 
 
-def tell(plain: Run, first: Run, second: Run) -> bool:
-    """Print the comparison of the runs; return whether all is as it must be."""
-    expected = {line["step"]: line["loss"] for line in plain.steps()}
-    differs = [
-        line["step"]
-        for line in first.steps() + second.steps()
-        if line["loss"] != expected[line["step"]]
-    ]
-    begin, end, theirs = second.lines()[0], second.lines()[-1], plain.lines()[-1]
-    is_same = end["digest"] == theirs["digest"]
-    is_within = end["host_bytes"] <= begin["budget_bytes"] < begin["needed_bytes"]
-    again = second.steps()[0]["step"]
-    print(f"loss      {expected[1]:.3f} -> {expected[len(expected)]:.3f}, {len(expected)} steps")
-    print(f"resumed   with step {again}; steps {again} to {len(first.steps())} were run twice")
-    print(f"losses    {f'differ in steps {differs}' if differs else 'the same to the bit, all'}")
-    print(f"result    {'the same, bit for bit' if is_same else 'DIFFERS'}")
-    print(
-        f"budget    {begin['budget_bytes'] / MI:.1f} MiB of host memory for what needs "
-        f"{begin['needed_bytes'] / MI:.1f} MiB; taken {end['host_bytes'] / MI:.1f} MiB, on disk "
-        f"{end['disk_bytes'] / MI:.1f} MiB"
-    )
-    grown, others = (
-        (one["peak_rss_bytes"] - one["rss_before_bytes"]) / MI for one in (end, theirs)
-    )
-    print(
-        f"process   grew by {grown:.0f} MiB at most, activations included; torch {others:.0f} MiB"
-    )
-    return not differs and is_same and is_within and expected[len(expected)] < expected[1]
+def run_limited(folder: Path, shape: list[str], limit: Limit) -> list[str]:
+    with Run("torch within the limit", folder, limit, [*shape, "--in-memory"]) as run:
+        run.start()
+        code = run.end()
+    failure, step = run.memory_failure(), len(run.steps()) + 1
+    text = f"OUT OF MEMORY in step {step}: {failure}" if failure else f"has ended with {code}"
+    say("2. Plain torch, limited", text)
+    return checks.check_failure(run, code, failure)
+
+
+def run_killed(folder: Path, ours: list[str], limit: Limit, number: int) -> Run:
+    with Run("offload", folder, limit, ours) as run:
+        run.start()
+        run.kill_in_step(number)
+    step, peak = len(run.steps()) + 1, format_size(run.peak_bytes)
+    say("3. offload, limited", f"it trains, peak {peak}; then kill -9 in the middle of step {step}")
+    return run
+
+
+def run_again(folder: Path, ours: list[str], limit: Limit) -> Run:
+    with Run("offload again", folder, limit, ours) as run:
+        run.start()
+        run.finish()
+    steps, peak = run.steps(), format_size(run.peak_bytes)
+    since = f"goes on after step {steps[0]['step'] - 1}, its newest whole checkpoint"
+    say("4. offload, started again", f"{since}; peak {peak}")
+    return run
+
+
+def tell_bits(plain: Run, first: Run, second: Run, newest: int) -> list[str]:
+    problems = checks.check_bits(plain, first, second, newest)
+    if not problems:
+        count = len(plain.steps())
+        say("   The result", f"all {count} losses and all parameters: bit for bit those of 1.")
+    ours, theirs = median([*first.seconds, *second.seconds]), median(plain.seconds)
+    say("What it costs", f"{ours:.2f} s a step; torch, without a limit, {theirs:.2f} s")
+    return problems
+
+
+def write_page(trace: Path, page: Path) -> None:
+    command = [sys.executable, "-m", "offload", "report", trace, "-o", page]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    say("Where bytes and time went", f"{page} (open it in a browser)")
+
+
+def say(title: str, text: str) -> None:
+    print(f"{title:<27}{text}", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
+    parser.add_argument("--host-memory", default="128MiB", help="what offload may hold")
+    parser.add_argument("--limit", default="704MiB", help="what a process may take in all")
+    parser.add_argument("--by", default="auto", choices=["auto", *KINDS, "none"], help="its kind")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="for the page")
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=45)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--out", type=Path, default=Path("build"), help="for picture and page")
-    options = parser.parse_args()
+    options = parse()
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, lambda number, frame: sys.exit(INTERRUPTED + number))
     folder = options.out / "demo"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    (folder / "swap").mkdir(parents=True)
+    limit = Limit()
     try:
-        return show(options, folder)
-    except KeyboardInterrupt:
-        return 130
+        limit, refusals = set_limit(options.by, parse_size("--limit", options.limit))
+        if options.by in KINDS and not limit.nbytes:
+            sys.exit(f"--by={options.by}: cannot be set here ({refusals[0]}); try --by=auto")
+        for refusal in refusals:
+            say("No limit by", refusal[:70])
+        problems = show(options, folder, limit)
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left to do is quick
+        limit.close()
         shutil.rmtree(folder, ignore_errors=True)
+    for problem in problems:
+        print(f"FAILED: {problem}")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -193,9 +193,9 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 def test_the_example_trains_to_the_bit(tmp_path: Path) -> None:
     said = []
-    for kind in ("--in-memory", f"--nvme={tmp_path}"):
+    for kind in (["--in-memory"], [f"--nvme={tmp_path}", "--host-memory=40MiB"]):
         done = children.run(
-            [sys.executable, "examples/train_gpt.py", "--steps=5", "--layers=1", kind],
+            [sys.executable, "examples/train_gpt.py", "--steps=5", "--layers=1", *kind],
             capture_output=True,
             text=True,
             timeout=200,
@@ -203,10 +203,10 @@ def test_the_example_trains_to_the_bit(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         said.append(done.stdout)
-        assert "step 5/5 | loss " in done.stderr
+        assert "step 5/5 | loss " in done.stdout
     losses, parameters = zip(
         *(
-            re.search(r"^(loss .*)\n.*parameters: ([0-9a-f]{16})$", text, re.M).groups()
+            re.search(r"^(loss .*)\nparameters: ([0-9a-f]{16})$", text, re.M).groups()
             for text in said
         ),
         strict=True,
@@ -214,7 +214,7 @@ def test_the_example_trains_to_the_bit(tmp_path: Path) -> None:
     assert len(set(losses)) == len(set(parameters)) == 1, said
     first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", losses[0]).groups())
     assert last < first
-    assert "not all fits in host memory" in said[1] and "fall-backs" in said[1]
+    assert re.search(r"^disk, in use +[1-9]", said[1], re.M) and "fall-backs" in said[1]
     assert not list(tmp_path.iterdir())
 
 
