@@ -28,5 +28,6 @@ def tell_bytes(name: str, model: nn.Module) -> None:
     print(f"  {use.shares}")
     read, written = format_size(told.disk_read_bytes), format_size(told.disk_written_bytes)
     print(f"  on disk: {format_size(use.disk_bytes)}; read {read}, written {written}")
-    if use.hit_rate is not None:
-        print(f"  parameters fetched: {use.hits + use.misses}, {use.hit_rate:.0%} ahead of time")
+    rate = told.iterations.hit_rate
+    if rate is not None:
+        print(f"  parameters: {rate:.0%} of the blocks were there or on their way when needed")

@@ -21,8 +21,8 @@ from offload.core.log import LOG
 from offload.device.accelerator import used_bytes
 from offload.distributed.group import place_of
 from offload.integrations.screen import LinePart, StatusLine, find_screen, fit
-from offload.telemetry.report import Report
-from offload.telemetry.words import Writer, below, check_writer, log_numbers
+from offload.telemetry.report import Report, count_tokens_of
+from offload.telemetry.words import Writer, below, check_writer, log_numbers, show_seconds
 
 _T = TypeVar("_T")
 _WINDOW = 24  # latest lines or logs over which speeds are averaged
@@ -41,9 +41,10 @@ def progress(
     log_every: int = 10,
 ) -> Progress[_T]:
     """Iterate over the batches of `loader` and show a line between them: step, loss, tokens per
-    second, seconds per step, the share of time spent waiting for drives, copies and ranks, bytes in
-    each tier, time left. Numbers that only the loop knows are given by `set(loss=...)` of the
-    object returned.
+    second, the median time of an iteration, the share of it spent waiting for drives, copies and
+    ranks, bytes in each tier, time left. Speed and waits are those since the last line, as the
+    report has them for the whole run. Numbers that only the loop knows are given by `set(loss=...)`
+    of the object returned.
 
     optimizer: a wrapped optimizer, or a prepared model; None for training without offload: the line
     then has no tiers. file: where to write instead of standard error; in a notebook, without
@@ -155,6 +156,8 @@ class Progress(Generic[_T]):
         if self._tokens is not None:
             found = count_tokens(batch, self._tokens_of)
             self._tokens = None if found is None else self._tokens + found
+            if found and self._optimizer is not None:
+                count_tokens_of(self._optimizer, found)
         return batch
 
     def close(self) -> None:
@@ -184,26 +187,27 @@ class Progress(Generic[_T]):
             self._write(told, live, numbers)
 
     def _speed(self) -> tuple[float, float | None]:
-        """Return the average seconds of a step of late, and tokens per second; None: not known."""
+        """Return the average seconds of a batch of late, and tokens per second; None: not known."""
         first, last = self._points[0], self._points[-1]
         spent_s = max(last.at_s - first.at_s, 1e-9)
         tokens = None if not self._tokens else (last.tokens - first.tokens) / spent_s
         return spent_s / max(1, last.done - first.done), tokens
 
     def _parts(self, live: Mapping[str, float], numbers: Mapping[str, float]) -> list[LinePart]:
-        (step_s, tokens_per_s), done = self._speed(), self._start + self._done
+        (batch_s, tokens_per_s), done = self._speed(), self._start + self._done
         parts = [LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
         if "loss" in numbers:
             parts.append(LinePart(f"loss {numbers['loss']:.4g}", 1))
         if tokens_per_s is not None:
-            parts.append(LinePart(f"{tokens_per_s:,.0f} tokens/s", 2))
-        parts.append(LinePart(f"{step_s:.2f} s/step", 6))
+            of_engine = live.get("tokens_per_s", tokens_per_s)
+            parts.append(LinePart(f"{of_engine:,.0f} tokens/s", 2))
+        parts.append(LinePart(_step_time(live, batch_s), 6))
         if "stall_share" in live:
             parts.append(LinePart(f"waiting {live['stall_share']:.0%}", 3))
         if live:
             parts.append(LinePart(_tiers(live, self._device), 4))
         if self._total and self._total > done:
-            parts.append(LinePart(f"{_clock((self._total - done) * step_s)} left", 5))
+            parts.append(LinePart(f"{_clock((self._total - done) * batch_s)} left", 5))
         others = (item for item in numbers.items() if item[0] != "loss")
         return parts + [LinePart(f"{name} {value:.4g}", 7) for name, value in others]
 
@@ -212,9 +216,9 @@ class Progress(Generic[_T]):
     ) -> None:
         """Log the report's numbers, those of the line, and the loop's own."""
         assert self._writer is not None
-        step_s, tokens_per_s = self._speed()
-        ours = {**(told.to_dict() if told is not None else {}), **live}
-        ours |= {"seconds_per_step": step_s, "tokens_per_s": tokens_per_s}
+        batch_s, tokens_per_s = self._speed()
+        ours = {"seconds_per_step": batch_s, "tokens_per_s": tokens_per_s}
+        ours |= {**(told.to_dict() if told is not None else {}), **live}
         both = {**below("offload", ours), **below("train", numbers)}
         log_numbers(self._writer, both, self._start + self._done)
 
@@ -260,6 +264,14 @@ def _device_of(optimizer: Any) -> torch.device | None:
     groups = getattr(optimizer, "param_groups", ())
     params = (param for group in groups for param in group["params"])
     return next((p.device for p in params if p.device.type not in ("cpu", "meta")), None)
+
+
+def _step_time(live: Mapping[str, float], batch_s: float) -> str:
+    """Format the time of an iteration as the report does; before there is one, that of a batch."""
+    iteration_s = live.get("iteration_seconds")
+    if iteration_s is None:
+        return f"{batch_s:.2f} s/step"
+    return f"{show_seconds(iteration_s)} an iteration"
 
 
 def _tiers(live: Mapping[str, float], device: torch.device | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +39,6 @@ class StepStats:
         self.last: MetricsSnapshot = NOTHING  # the last step that succeeded
         self._ended: MetricsSnapshot = NOTHING  # the totals at the end of the last step
         self.speeds = speeds  # the best so far
-        self.stepped: Counter[str] = Counter()  # moved in steps; passes move bytes, too
         self.steps = StepLog()
 
     @contextmanager
@@ -55,7 +53,6 @@ class StepStats:
         own, whole = now - before, now - self._ended  # whole: the passes before the step, too
         early = {name: whole.counts[name] for name in _EARLY if name in whole.counts}
         self.last = replace(own, counts={**own.counts, **early})
-        self.stepped.update(own.counts)
         self._ended = now
         seconds = {f"{IN_STEP}{cause}": s for cause, s in own.seconds.items()}
         seconds |= {f"{IN_MODEL}{cause}": s for cause, s in whole.outside.items()}

@@ -2,9 +2,10 @@
 them shows what is computed here.
 
 An iteration goes from the end of one `step()` to the end of the next, so the first step of a run,
-in which the engine also records the trace and fills the tiers, has none. Shares are those of all
-iterations together, less those that took more than three times the median: the loop evaluated or
-saved in them. Seconds are those shares of the median iteration. Pure functions; need no torch.
+in which the engine also records the trace and fills the tiers, has none. The time of an iteration
+is the median. Shares are those of all iterations together, less those that took more than three
+times the median: the loop evaluated or saved in them. The seconds of a part are its share of the
+median, so that the parts add up to the time that is shown. Pure functions; need no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final
 from offload.core.timeline import COMPUTING, IN_STEP, OTHER, StepFact
 
 OUTSIDE: Final = "outside"  # of step(): forward, backward, and all that the loop does
+TOKENS: Final = "tokens"  # the counter of those in the batches, where the loop tells them
 _LONG: Final = 3  # times the median
 
 
@@ -94,7 +96,7 @@ class IterationSummary:
 
     least_s: the lower bound of an iteration: its seconds of computing, or those that the disk needs
     for its bytes at the best rate of this run. limit: which of the two. Hit rates are those of the
-    whole run.
+    iterations; of the whole run where none of them fetched a block.
     """
 
     steps: int
@@ -103,6 +105,7 @@ class IterationSummary:
     typical_s: float | None  # median
     span_s: tuple[float, float]  # shortest and longest
     step_s: float | None  # median of step() alone
+    tokens_per_s: float | None  # None: the loop does not tell its tokens
     stall_share: float | None
     parts: Mapping[str, float]  # of `typical_s`, by place and cause: computing, then waits
     least_s: float | None
@@ -115,12 +118,13 @@ class IterationSummary:
     def of(cls, steps: Sequence[StepFact], numbers: Mapping[str, Any]) -> IterationSummary:
         """Summarize the steps of a run. numbers: those of its report, `Report.to_dict()`."""
         first = 1 if len(steps) > 1 else 0  # before the first whole iteration
-        whole_s, step_s, computed_s, moved = (array("d") for _ in range(4))
+        whole_s, step_s, computed_s, moved, tokens = (array("d") for _ in range(5))
         for one in islice(iterations_of(steps), first, None):
             whole_s.append(one.whole_s)
             step_s.append(one.step_s)
             computed_s.append(one.whole_s - one.waited_s)
             moved.append(one.disk_bytes)
+            tokens.append(one.counts.get(TOKENS, 0))
         typical_s = median(whole_s) if whole_s else None
         parts, counts, count, total_s, waited_s = Counter[str](), Counter[str](), 0, 0.0, 0.0
         for one in islice(iterations_of(steps), first, None):
@@ -137,12 +141,13 @@ class IterationSummary:
             typical_s=typical_s,
             span_s=(min(whole_s, default=0.0), max(whole_s, default=0.0)),
             step_s=median(step_s) if step_s else None,
+            tokens_per_s=_rate(median(tokens), typical_s) if first and tokens else None,
             stall_share=waited_s / total_s if total_s else None,
             parts=_shares(parts, (typical_s or 0.0) / total_s if total_s else 0.0),
             least_s=least_s,
             limit=limit,
-            hit_rate=hit_rate(numbers, "count/parameter"),
-            device_hit_rate=hit_rate(numbers, "count/device"),
+            hit_rate=hit_rate(counts, "parameter", numbers),
+            device_hit_rate=hit_rate(counts, "device", numbers),
             moved={name: n / count for name, n in counts.items() if name.endswith("_bytes")},
         )
 
@@ -165,6 +170,7 @@ class IterationSummary:
             "iteration_is_whole": self.is_whole,
             "iteration_seconds": self.typical_s,
             "step_seconds": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
             "stall_share": self.stall_share,
             "seconds": dict(self.parts),
             "stall_seconds": self.stalls,
@@ -177,15 +183,14 @@ class IterationSummary:
         }
 
 
-def stall_share(steps: Sequence[StepFact], steps_before: int = 0) -> float | None:
-    """Return the stall share of the iterations that end in steps with numbers above `steps_before`,
-    at least of the last one. None: there are no two steps.
+def recent(steps: Sequence[StepFact], steps_before: int = 0) -> IterationSummary:
+    """Summarize the iterations that end in steps with numbers above `steps_before`, at least the
+    last one.
     """
     first = max(0, len(steps) - 2)
     while first > 0 and steps[first].number > steps_before:
         first -= 1
-    recent = IterationSummary.of(steps[first:], {})
-    return recent.stall_share if recent.is_whole else None
+    return IterationSummary.of(steps[first:], {})
 
 
 def _least(
@@ -213,9 +218,18 @@ def _shares(parts: Mapping[str, float], factor: float) -> dict[str, float]:
     return {name: seconds * factor for name, seconds in ordered}
 
 
-def hit_rate(counts: Mapping[str, Any], kind: str) -> float | None:
+def _rate(amount: float, seconds: float | None) -> float | None:
+    return amount / seconds if amount and seconds else None
+
+
+def hit_rate(
+    counts: Mapping[str, int], kind: str, numbers: Mapping[str, Any] | None = None
+) -> float | None:
     """Return the share of blocks that were resident when needed; None where none was needed. kind:
-    the start of the counters' names: "parameter" or "device".
+    the start of the counters' names: "parameter" or "device". numbers: those of the report, for the
+    whole run, if `counts` has none.
     """
     hits, misses = (counts.get(f"{kind}_{what}", 0) for what in ("hits", "misses"))
+    if not hits + misses and numbers:
+        hits, misses = (numbers.get(f"count/{kind}_{what}", 0) for what in ("hits", "misses"))
     return hits / (hits + misses) if hits + misses else None

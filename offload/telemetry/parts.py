@@ -17,21 +17,11 @@ from offload.distributed.consensus import NETWORK
 from offload.params.gathered_tier import GatheredTier
 from offload.params.prepared import Prepared
 from offload.planning.shares import Shares
-from offload.planning.state_plan import RankShare, Speeds
-from offload.telemetry.iterations import Iteration, hit_rate
-from offload.telemetry.words import (
-    MOVES,
-    as_numbers,
-    below,
-    flat_key,
-    show_rate,
-    show_seconds,
-    show_share,
-)
+from offload.planning.state_plan import RankShare
+from offload.telemetry.words import MOVES, as_numbers, below, flat_key, show_rate
 
 # Causes of a step's seconds. All are listed, also those that took none; other causes follow.
 CAUSES = ("disk read", "disk write", "device copy", "network", "gradient norm", "update", OTHER)
-BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the engine's account, before the report mentions it
 _WAITS = ("parameter read", "parameter write", "device copy", NETWORK)
 _ACTIVATION_WAITS = ("activation read", "activation write")
 
@@ -39,38 +29,20 @@ _ACTIVATION_WAITS = ("activation read", "activation write")
 @dataclass(frozen=True)
 class Account:
     """The bytes that some steps have moved, and the causes of their time; the seconds add up to the
-    time in `step()`. ceiling_s: the least time that the measured speeds allow; None: not known.
+    time in `step()`.
     """
 
     counts: Mapping[str, int]
     seconds: dict[str, float]
-    ceiling_s: float | None
 
     @classmethod
-    def of(
-        cls, snapshot: MetricsSnapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
-    ) -> Account:
-        """Make the account of a snapshot. stepped: the bytes that were moved within steps, if bytes
-        were moved outside of steps, too.
-        """
-        counts = dict(snapshot.counts)
+    def of(cls, snapshot: MetricsSnapshot) -> Account:
         seconds = {cause: snapshot.seconds.get(cause, 0.0) for cause in CAUSES}
-        seconds.update(snapshot.seconds)
-        moved = counts if stepped is None else stepped
-        disk = moved.get("disk_read_bytes", 0) + moved.get("disk_written_bytes", 0)
-        parts = speeds.least_s(disk, moved.get("updated_bytes", 0))
-        return cls(counts, seconds, max(parts.values()) if parts else None)
+        return cls(dict(snapshot.counts), {**seconds, **snapshot.seconds})
 
     @property
     def step_s(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def share_of_ceiling(self) -> float | None:
-        """The least possible time over the time taken: 1 is as fast as the slower of disk and
-        update could be alone.
-        """
-        return self.ceiling_s / self.step_s if self.ceiling_s and self.step_s else None
 
     @property
     def moved(self) -> dict[str, int]:
@@ -80,7 +52,7 @@ class Account:
     def to_dict(self) -> dict[str, float]:
         return {
             **self.moved,
-            **as_numbers(self, "step_s", "ceiling_s", "share_of_ceiling"),
+            "step_seconds": self.step_s,
             **{f"seconds/{flat_key(cause)}": value for cause, value in self.seconds.items()},
         }
 
@@ -178,8 +150,8 @@ class SharedUse:
 class ModelUse:
     """The state of a prepared model: where its bytes are, and the cost of fetching parameters.
 
-    waited_s: of forward and backward passes. round_s: of the last iteration, in which the thread
-    that trains waited round_waited_s, in `step()` and outside; None: there were no two steps yet.
+    waited_s: of forward and backward passes. hits: blocks that a use had to attach and found in
+    host memory or in flight. Both since the model was prepared.
     """
 
     units: int
@@ -188,19 +160,16 @@ class ModelUse:
     held_bytes: int  # of parameters, in host memory now
     disk_bytes: int  # in use now: parameters, gradients, optimizer state, activations
     depth: int  # units that are prefetched
-    hits: int  # blocks that a use had to attach and found in host memory or in flight
+    hits: int
     misses: int
-    hit_rate: float | None  # the share of hits; None if no block had to be fetched
     waited_s: float
-    round_s: float | None
-    round_waited_s: float
     read_bytes_per_s: float | None  # of parameters, lately
     activations: ActivationUse | None = None  # None: they are not offloaded
     shared: SharedUse | None = None  # None: this rank has all of it
 
     @classmethod
-    def of(cls, made: Prepared, total: MetricsSnapshot, last: Iteration | None) -> ModelUse:
-        """Collect what a prepared model uses. last: its last iteration; None: it took no step."""
+    def of(cls, made: Prepared, total: MetricsSnapshot) -> ModelUse:
+        """Collect what a prepared model uses."""
         assert made.engine is not None
         residency, activations = made.engine.residency, ActivationUse.of(made, total)
         stored_bytes = sum(store.stats().used_bytes for store in made.stores)
@@ -214,10 +183,7 @@ class ModelUse:
             depth=residency.prefetch.depth,
             hits=total.counts.get("parameter_hits", 0),
             misses=total.counts.get("parameter_misses", 0),
-            hit_rate=hit_rate(total.counts, "parameter"),
             waited_s=_waited_s(total, _WAITS),
-            round_s=last.total_s if last is not None else None,
-            round_waited_s=last.waited_s if last is not None else 0.0,
             read_bytes_per_s=residency.prefetch.read_bytes_per_s,
             activations=activations,
             shared=SharedUse.of(made, total),
@@ -233,44 +199,32 @@ class ModelUse:
         """All host memory that is held for the model and its optimizer."""
         return self.shares.total
 
-    @property
-    def stall_share(self) -> float | None:
-        """The share of the last iteration in which its thread waited."""
-        return self.round_waited_s / self.round_s if self.round_s else None
-
     def to_dict(self) -> dict[str, Any]:
-        known = {"iteration_seconds": self.round_s} if self.round_s is not None else {}
-        plain = ("units", "param_bytes", "memory_bytes", "held_bytes", "host_bytes", "disk_bytes")
-        rates = ("hits", "misses", "hit_rate", "stall_share", "waited_s", "read_bytes_per_s")
+        plain = ("units", "param_bytes", "memory_bytes", "held_bytes")
         return {
-            **as_numbers(self, *plain, *rates),
+            **as_numbers(self, *plain, "hits", "misses", "waited_s", "read_bytes_per_s"),
             "prefetch_depth": self.depth,
-            **known,
             **below("activations", self.activations),
             **below("ranks", self.shared),
         }
 
     def notes(self) -> list[tuple[str, str]]:
-        size, asked = format_size, self.hits + self.misses
-        rate = f"{show_share(self.hit_rate)} in time" if asked else "none was fetched"
-        speed = f", read at {show_rate(self.read_bytes_per_s)}" if self.read_bytes_per_s else ""
+        size, rate = format_size, self.read_bytes_per_s
+        fetched = f", read at {show_rate(rate)}" if rate else ""
+        fetched = fetched if self.hits + self.misses else ", none was fetched"
         notes = [
             (
                 "parameters",
                 f"{size(self.param_bytes)} in {self.units} units, {size(self.memory_bytes)} of "
                 f"host memory for them, {size(self.held_bytes)} there now",
             ),
-            ("prefetch", f"{self.depth} units ahead, {rate} ({self.hits} of {asked}){speed}"),
+            ("prefetch", f"{self.depth} units ahead{fetched}"),
         ]
-        if self.round_s is not None:
-            waited = f"waited {show_seconds(self.round_waited_s)} ({show_share(self.stall_share)})"
-            notes.append(("last iteration", f"{show_seconds(self.round_s)}, {waited}"))
         if self.activations is not None:
             notes.append(("activations", str(self.activations)))
         if self.shared is not None:
             notes.append(("ranks", str(self.shared)))
         notes.append(("host memory, taken", self.shares.taken))
-        notes.append(("disk, in use", size(self.disk_bytes)))
         return notes
 
 
@@ -318,21 +272,8 @@ class ProcessUse:
         return max(0, self.peak_bytes - self.base_bytes - self.engine_bytes)
 
     def to_dict(self) -> dict[str, int]:
-        return {"peak_bytes": self.peak_bytes, "beyond_books_bytes": self.beyond_bytes}
-
-    def notes(self) -> list[tuple[str, str]]:
-        """List notes for people; none if the peak is within `BOOKS_MARGIN_BYTES` of the engine's
-        account.
-        """
-        if self.beyond_bytes <= BOOKS_MARGIN_BYTES:
-            return []
-        size = format_size
-        text = (
-            f"{size(self.peak_bytes)} at the peak, {size(self.beyond_bytes)} more than the "
-            f"{size(self.base_bytes)} before and the {size(self.engine_bytes)} that the engine has "
-            "taken: activations, gradients in autograd's hands, your own data"
-        )
-        return [("resident memory", text)]
+        plain = as_numbers(self, "base_bytes", "engine_bytes", "peak_bytes")
+        return {**plain, "beyond_books_bytes": self.beyond_bytes}
 
 
 def _waited_s(snapshot: MetricsSnapshot, causes: Iterable[str]) -> float:

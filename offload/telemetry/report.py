@@ -7,7 +7,8 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from offload.core.config import format_size
 from offload.core.errors import ConfigError
 from offload.core.metrics import MOST_EVENTS, Sample
-from offload.core.timeline import IN_MODEL, IN_STEP, Event, StepFact, whole_steps
+from offload.core.timeline import Event, StepFact, whole_steps
 from offload.optim import Session, inner_optimizer, is_wrapped
 from offload.optim.step_stats import StepStats
 from offload.params.prepared import Prepared, prepared_of
@@ -26,8 +27,10 @@ from offload.planning.profile import this_machine
 from offload.planning.state_plan import Plan, Speeds
 from offload.planning.tuning import ChosenTuning
 from offload.planning.unit import enclosing
-from offload.telemetry.iterations import IterationSummary, iterations_of, stall_share
+from offload.telemetry.iterations import TOKENS, IterationSummary, recent
 from offload.telemetry.parts import Account, ModelUse, ProcessUse, RankUse
+from offload.telemetry.report_text import show_report
+from offload.telemetry.run_facts import RunFacts
 from offload.telemetry.run_file import About, ParamFact, Run, UnitFact
 from offload.telemetry.words import (
     MOVES,
@@ -36,16 +39,12 @@ from offload.telemetry.words import (
     as_numbers,
     below,
     flat_key,
-    key_numbers,
     log_numbers,
-    show_cause,
-    show_part,
     show_rate,
-    show_share,
+    show_seconds,
 )
 
 MOST_USES = 1 << 14  # of units, in the file of a run: the last ones
-_SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Report:
     Bytes of `total` are all since the optimizer was wrapped, its seconds those of all steps;
     `outside` has the seconds of waits outside of steps, of a `state_dict()` for example. speeds:
     the best of this run, or of the probe before it (`measure=True`); the ceiling is computed from
-    them.
+    that of the disk.
     """
 
     plan: Plan
@@ -92,6 +91,16 @@ class Report:
         return None if self.about is None else self.about.tuned
 
     @property
+    def host_bytes(self) -> int:
+        """The host memory that was taken for the model and its optimizer."""
+        return self.plan.arena_bytes if self.model is None else self.model.host_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes on disk now."""
+        return self.plan.disk_bytes if self.model is None else self.model.disk_bytes
+
+    @property
     def disk_read_bytes(self) -> int:
         return self.total.moved["disk_read_bytes"]
 
@@ -118,6 +127,8 @@ class Report:
             "state_bytes": plan.state_bytes,
             "state_bytes_in_host_memory": plan.resident_bytes,
             "state_bytes_on_disk": plan.disk_bytes,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "fallbacks": len(self.fallbacks),
             **{f"fallback/{flat_key(what)}": why for what, why in self.fallbacks.items()},
@@ -128,27 +139,43 @@ class Report:
         """The summary of the iterations, which the page of the run shows as well."""
         return IterationSummary.of(self.steps_done, self.to_dict())
 
+    @property
+    def run_facts(self) -> RunFacts:
+        """The facts and numbers from which the key figures are made, as from the run's file."""
+        assert self.about is not None, "reports of runs have it"
+        numbers = {f"{kind}/peak_bytes": n for kind, n in self._sampled_peaks().items()}
+        numbers |= self.to_dict()  # the kernel's own peak is better than that of samples
+        found = IterationSummary.of(self.steps_done, numbers)
+        return RunFacts(self.about, numbers, self.fallbacks, found)
+
+    def _sampled_peaks(self) -> dict[str, int]:
+        peaks: Counter[str] = Counter()
+        for sample in self.samples:
+            peaks |= Counter({kind: sample.nbytes.get(kind, 0) for kind in ("device", "process")})
+        return dict(peaks)
+
     def live_numbers(self, steps_before: int = 0) -> dict[str, float]:
         """Return the few numbers that are worth watching while training runs. Unknown ones are left
         out.
 
-        stall_share: of the iterations after step `steps_before`, at least of the last one.
-        device_bytes: of this process, when memory was last sampled. step_seconds: of the last
-        `step()`. disk_read_bytes, disk_written_bytes: of the last iteration. fallbacks: how many.
+        Seconds, shares, rates and bytes moved are those of `iterations`, of the iterations after
+        step `steps_before` alone, at least of the last one. device_bytes: of this process, when
+        memory was last sampled. fallbacks: how many.
         """
-        model, plan = self.model, self.plan
-        counts = self.steps_done[-1].counts if self.steps_done else {}
+        found = recent(self.steps_done, steps_before)
         newest = self.samples[-1].nbytes if self.samples else {}
         numbers = {
             "device_bytes": newest.get("device"),
-            "host_bytes": plan.arena_bytes if model is None else model.host_bytes,
-            "disk_bytes": plan.disk_bytes if model is None else model.disk_bytes,
-            "stall_share": stall_share(self.steps_done, steps_before),
-            "step_seconds": self.last.step_s,
-            "disk_read_bytes": counts.get("disk_read_bytes", 0),
-            "disk_written_bytes": counts.get("disk_written_bytes", 0),
-            "hit_rate": None if model is None else model.hit_rate,
-            "prefetch_depth": None if model is None else model.depth,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "iteration_seconds": found.typical_s if found.is_whole else None,
+            "tokens_per_s": found.tokens_per_s,
+            "stall_share": found.stall_share if found.is_whole else None,
+            "step_seconds": found.step_s,
+            "disk_read_bytes": found.moved.get("disk_read_bytes", 0),
+            "disk_written_bytes": found.moved.get("disk_written_bytes", 0),
+            "hit_rate": found.hit_rate,
+            "prefetch_depth": None if self.model is None else self.model.depth,
             "fallbacks": len(self.fallbacks),
         }
         return {name: value for name, value in numbers.items() if value is not None}
@@ -202,36 +229,14 @@ class Report:
             ),
             fallbacks=self.fallbacks,
             numbers={
-                name: float(n) for name, n in self.to_dict().items() if not isinstance(n, str)
+                name: float(n)
+                for name, n in self.run_facts.numbers.items()
+                if not isinstance(n, str)
             },
         )
 
     def __str__(self) -> str:
-        rows = [*self._rows()]
-        wide = [max(len(row[i]) for row in rows) for i in range(2)]
-        table = [f"{name:<{wide[0]}}  {a:>{wide[1]}}  {b:>16}".rstrip() for name, a, b in rows]
-        key = [(name, f"{text} ({note})") for name, text, note in key_numbers(self.iterations)]
-        above, notes = (
-            [f"{name:<{wide[0]}}  {text}" for name, text in each] for each in (key, self._notes())
-        )
-        return "\n".join([*above, *table, *notes])
-
-    def _rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the rows of the table: a name, in all, in the last step."""
-        total, last = self.total, self.last
-        yield "", "in all", "last step"
-        yield "steps", str(self.steps), ""
-        yield "time in step()", f"{total.step_s:.3f} s", f"{last.step_s:.3f} s"
-        for cause, seconds in total.seconds.items():
-            if seconds >= _SHOWN_S:
-                of_last = _part(last.seconds.get(cause, 0.0), last.step_s)
-                yield f"  {show_cause(IN_STEP + cause)}", _part(seconds, total.step_s), of_last
-        for name, text in MOVES.items():
-            if total.moved[name] or name == "disk_written_bytes":
-                yield text, format_size(total.moved[name]), format_size(last.moved[name])
-        shares = [one.share_of_ceiling for one in (total, last)]
-        texts = ["not known" if share is None else show_share(share) for share in shares]
-        yield "share of step()'s own ceiling", texts[0], texts[1]
+        return show_report(self.run_facts, self.total, self.outside, self._notes())
 
     def _notes(self) -> list[tuple[str, str]]:
         plan, size = self.plan, format_size
@@ -239,29 +244,21 @@ class Report:
         speeds = [f"{name} at {show_rate(s)}" for name, s in known.items() if s]
         notes = []
         if speeds:
-            text = f"{', '.join(speeds)}, both at once: the best of this run"
-            notes.append(("step()'s own ceiling", text))
+            notes.append(("best speeds", f"{', '.join(speeds)}, both at once"))
         if plan.predicted_step_s is not None:
-            notes.append(("predicted step()", f"{plan.predicted_step_s:.3f} s at best"))
+            notes.append(("predicted step()", f"{show_seconds(plan.predicted_step_s)} at best"))
         notes += self.model.notes() if self.model is not None else []
         notes += self.ranks.notes() if self.ranks is not None else []
         state = f"{size(plan.resident_bytes)} in host memory, {size(plan.disk_bytes)} on disk"
         notes.append(("state", state))
-        notes.append(("host pools, peak", size(self.host_peak_bytes)))
-        notes += self.process.notes() if self.process is not None else []
+        notes.append(("disk, in use", size(self.disk_bytes)))
         if self.tuned is not None:
             notes.append(("tuned", self.tuned))
         if self.disk_engine:
             notes.append(("disk engine", self.disk_engine))
-        for cause, seconds in self.outside.items():
-            notes.append((show_part(IN_MODEL + cause), f"{seconds:.3f} s"))
         if not self.fallbacks:
             notes.append(("fall-backs", "none"))
         return notes + [(f"fall-back: {what}", why) for what, why in self.fallbacks.items()]
-
-
-def _part(seconds: float, whole_s: float) -> str:
-    return f"{seconds:.3f} s {seconds / whole_s if whole_s else 0.0:>4.0%}"
 
 
 def _version() -> str:
@@ -278,17 +275,14 @@ def report_on(optimizer: Any) -> Report:
     """Make the report of a wrapped optimizer, or of a prepared model and its optimizer if it has
     one.
     """
-    made = prepared_of(optimizer)
-    session = made.session if made is not None else _session_of(optimizer)
+    made, session = _found(optimizer)
     coordinator = session.coordinator if session is not None else None
-    if coordinator is not None:
-        made = coordinator.owner if isinstance(coordinator.owner, Prepared) else None
     if session is not None:
         stats = session.step_stats
     else:  # for evaluation
         assert made is not None
         stats = StepStats(made.metrics)
-    metrics, total, speeds = stats.metrics, stats.metrics.snapshot(), stats.speeds
+    metrics, total = stats.metrics, stats.metrics.snapshot()
     steps_done = stats.steps.so_far()
     store = coordinator.store if coordinator else made.store if made is not None else None
     pools = coordinator.pools if coordinator else []
@@ -296,18 +290,17 @@ def report_on(optimizer: Any) -> Report:
         pools.append(made.pool)
     ranks = coordinator.ranks if coordinator else None
     plan = session.plan if session is not None else plan_state(TrainingFacts(), Budgets())
-    last = [None, *iterations_of(steps_done[-2:])][-1]
     return Report(
         plan=plan,
-        total=Account.of(total, speeds, stats.stepped),
-        last=Account.of(stats.last, speeds),
+        total=Account.of(total),
+        last=Account.of(stats.last),
         outside=dict(total.outside),
-        speeds=speeds,
+        speeds=stats.speeds,
         fallbacks=dict(total.fallbacks),
         disk_engine=store.stats().engine if store else None,
         host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools),
         events=metrics.events(),
-        model=ModelUse.of(made, total, last) if made is not None else None,
+        model=ModelUse.of(made, total) if made is not None else None,
         ranks=RankUse(plan.ranks, dict(ranks.sent_bytes)) if ranks and plan.ranks else None,
         process=ProcessUse.now(),
         trace=made.trace if made is not None else None,
@@ -315,6 +308,28 @@ def report_on(optimizer: Any) -> Report:
         steps_done=steps_done,
         about=_about_model(made) if made is not None else _about_optimizer(session),
     )
+
+
+def count_tokens_of(optimizer: Any, tokens: int) -> None:
+    """Count tokens that the loop of a wrapped optimizer or a prepared model takes for its next
+    step.
+    """
+    made, session = _found(optimizer)
+    owner = session if session is not None else made
+    assert owner is not None
+    owner.metrics.count(TOKENS, tokens)
+
+
+def _found(optimizer: Any) -> tuple[Prepared | None, Session | None]:
+    """Return the prepared model and the session of a wrapped optimizer, or of a prepared model and
+    its optimizer if it has one.
+    """
+    made = prepared_of(optimizer)
+    session = made.session if made is not None else _session_of(optimizer)
+    coordinator = session.coordinator if session is not None else None
+    if coordinator is not None:
+        made = coordinator.owner if isinstance(coordinator.owner, Prepared) else None
+    return made, session
 
 
 def _session_of(optimizer: Any) -> Session:

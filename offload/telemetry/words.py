@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from offload.core.errors import ConfigError
 from offload.core.timeline import IN_MODEL
-from offload.telemetry.iterations import OUTSIDE, IterationSummary, is_wait
+from offload.telemetry.iterations import OUTSIDE, is_wait
 
 UNKNOWN: Final = "–"  # noqa: RUF001 # a dash, as tables have it
 
@@ -41,26 +41,6 @@ _CAUSES: Final = {
 }
 
 
-def key_numbers(found: IterationSummary) -> list[tuple[str, str, str]]:
-    """List the key numbers of a run: the name, value and note of each; none without a step."""
-    if found.typical_s is None:
-        return []
-    name, part, note = "seconds in step()", "step()", f"of {found.steps} steps"
-    if found.is_whole:
-        name, part = "seconds an iteration", "an iteration"
-        note = f"median of {found.steps - 1}, {' to '.join(map(show_seconds, found.span_s))}"
-    limit = f"limit: {found.limit}, {show_seconds(found.least_s)}"
-    numbers = [
-        (name, show_seconds(found.typical_s), note),
-        ("share of the ceiling", show_share(found.share_of_ceiling), limit),
-        ("waiting", show_share(found.stall_share), f"of {part}"),
-    ]
-    for name, rate in (("hit rate", found.hit_rate), ("device hit rate", found.device_hit_rate)):
-        if rate is not None:
-            numbers.append((name, show_share(rate), "blocks there when needed"))
-    return numbers
-
-
 def as_numbers(part: object, *names: str) -> dict[str, Any]:
     """Return the named attributes that are known, for a log; `waited_s` as `waited_seconds`."""
     found = {re.sub(r"(?<!_per)_s$", "_seconds", name): getattr(part, name) for name in names}
@@ -80,24 +60,23 @@ def flat_key(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")
 
 
-def show_cause(part: str) -> str:
-    """Name a cause of seconds, given with its place, without the place: "waits for reads of
-    parameters", "update".
-    """
-    cause = part.partition(": ")[2]
-    return f"waits for {_CAUSES.get(cause, cause)}" if is_wait(part) else cause
-
-
 def show_part(part: str) -> str:
-    """Name a part of an iteration: "in step(): update"."""
+    """Name a part of an iteration: "in step(): update", "outside step(): waits for reads of
+    parameters".
+    """
     if part == OUTSIDE:
         return "outside step(), not waiting"
-    return f"{_place_of(part)}: {show_cause(part)}"
+    return f"{_place_of(part)}: {_show_cause(part)}"
 
 
 def show_wait(part: str) -> str:
     """Name a wait within a sentence: "in step() for reads of optimizer state"."""
-    return f"{_place_of(part)} {show_cause(part).removeprefix('waits ')}"
+    return f"{_place_of(part)} {_show_cause(part).removeprefix('waits ')}"
+
+
+def _show_cause(part: str) -> str:
+    cause = part.partition(": ")[2]
+    return f"waits for {_CAUSES.get(cause, cause)}" if is_wait(part) else cause
 
 
 def _place_of(part: str) -> str:

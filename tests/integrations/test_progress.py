@@ -25,7 +25,7 @@ from offload.integrations import progress_line, screen
 from offload.integrations.progress_line import Progress, count_tokens
 from offload.integrations.screen import fit
 from offload.params import units
-from offload.telemetry.iterations import stall_share
+from offload.telemetry.iterations import IterationSummary, recent
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 
@@ -95,7 +95,7 @@ def test_the_line(tmp_path: Path) -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 2, "after the first step and at the end"
     assert lines[0].startswith("step 1/3 | ") and "s/step" in lines[0] and " left" in lines[0]
-    assert re.search(r"^step 3/3 \| .*s/step \| waiting \d+% \| host 1\d\d", lines[1])
+    assert re.search(r"^step 3/3 \| .*s an iteration \| waiting \d+% \| host 1\d\d", lines[1])
     assert ", disk " in lines[1] and " left" not in lines[1] and "tokens" not in lines[1]
     screen = Terminal()
     model, _ = trained(tmp_path, 2, screen)
@@ -282,11 +282,12 @@ def test_the_stall_share_is_of_whole_iterations() -> None:
     works = {"step(): update": 0.75, "step(): other": 0.5, "step(): gradient norm": 0.25}
     steps = [StepFact(n, 4.0 * n, 4.0 * n + 1, {**waits, **works}, {}) for n in (1, 2, 3)]
     steps.append(StepFact(4, 16.0, 17.0, {"step(): device copy": 4.0}, {}))
-    assert stall_share([]) is None and stall_share(steps[:1]) is None
-    assert stall_share(steps[:2]) == 0.75 / 4
-    assert stall_share(steps, 4) == 4 / 4, "of the last iteration at least"
-    assert stall_share(steps, 3) == 4 / 4 and stall_share(steps, 2) == 4.75 / 8
-    assert stall_share(steps) == (0.75 * 2 + 4) / 12
+    assert recent([]).typical_s is None and not recent(steps[:1]).is_whole
+    assert recent(steps[:2]).stall_share == 0.75 / 4
+    assert recent(steps, 4).stall_share == 4 / 4, "of the last iteration at least"
+    assert recent(steps, 3).stall_share == 4 / 4 and recent(steps, 2).stall_share == 4.75 / 8
+    assert recent(steps) == IterationSummary.of(steps, {})
+    assert recent(steps).stall_share == (0.75 * 2 + 4) / 12 and recent(steps).typical_s == 4.0
 
 
 # --- notebooks ------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Pair:
         for model in self.models:
             model.zero_grad()
         assert told is not None
-        return told.hit_rate
+        return told.hits / (told.hits + told.misses) if told.hits + told.misses else None
 
 
 @cache

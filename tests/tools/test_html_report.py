@@ -108,6 +108,8 @@ ABOUT = About(
         "speed/disk_bytes_per_s": 40e6,
         "count/parameter_hits": 9.0,
         "count/parameter_misses": 3.0,
+        "host_bytes": 90.0 * MIB,
+        "process/peak_bytes": 300.0 * MIB,
     },
 )
 EVENTS = (
@@ -377,6 +379,7 @@ def test_hostile_names_stay_text(count: int) -> None:
     assert page.count("<script>alert") == 0
     assert "<script>alert(" in elements.text
     assert "{{ 7*7 }}{% raw %}" in elements.text, "no text is a template"
+    assert "A fall-back was taken, for the reasons below: <script>alert(" in elements.text
     for name, attributes in elements.found:
         assert not any(key.startswith("on") for key in attributes), name
 
@@ -436,17 +439,30 @@ def test_all_numbers_are_there_without_a_script() -> None:
     for fact_told in (
         "Model",
         "CPU, 2 cores",
-        "An iteration takes 4 s; 7.5 % of it is waiting",
+        "An iteration takes 4 s (median); 7.5 % of it is waiting",
         "outside step() for reads of parameters",
         "92 %",  # of the ceiling
         "75 %",  # hits
         "30 MiB",
-        "85 % of 100 MiB",
+        "taken of 100 MiB; peak RSS of the process 300 MiB",
         "second and 2 more",
         "verdict     fits",
         "None: everything ran in the way it should.",
     ):
         assert fact_told in text, fact_told
+
+
+def test_the_page_begins_with_five_figures_and_what_helps() -> None:
+    page = make_page([RUN], ["x"])
+    assert page.count('<dd class="value">') == 5
+    assert "prefetch hits" in page and "What helps" not in page and 'id="hints"' not in page
+    numbers = {**ABOUT.numbers, "state_bytes_on_disk": 60.0 * MIB}
+    steps = tuple(fact(n, 4.0 * n, 4.0 * n + 2, waited_s=1.0) for n in range(3))
+    slow = replace(RUN, about=replace(ABOUT, steps=steps, numbers=numbers))
+    text = Elements(make_page([slow], ["x"])).text
+    assert "What helps" in text and 'host_memory="160MiB" (now 100 MiB) holds all' in text
+    both = Elements(make_page([RUN, slow], ["x", "y"])).text
+    assert "What helps B" in both and "What helps A" not in both
 
 
 def test_two_runs_stand_beside_each_other_with_ratios() -> None:

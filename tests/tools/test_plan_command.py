@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from offload.core.errors import CapacityError, ConfigError
-from offload.telemetry import run_file
+from offload.telemetry import run_file, words
 from offload.tools import cli
 from offload.tools.forecast.machines import NOMINAL
 from offload.tools.forecast.replay import replay
@@ -225,12 +225,15 @@ def test_a_run_is_replayed_on_another_machine(
     code, out, err = run(capsys, "--trace", str(trace), *ON, *budget)
     assert (code, err) == (0, "")
     assert "computing is left as recorded" in out and "<- recommended" in out
+    shown = out
     code, out, _ = run(capsys, "--trace", str(trace), *ON, *budget, "--json")
     data = json.loads(out)
     assert (code, data["format"]) == (0, "offload replay")
     assert data["recommended"] in data["trials"]
     assert data["machine"] == "workstation-cpu" and data["factor"] == 1.0
-    assert data["recorded_step_s"] == run_file.load(trace).iterations.typical_s
+    typical_s = run_file.load(trace).iterations.typical_s
+    assert data["recorded_step_s"] == typical_s
+    assert f", {words.show_seconds(typical_s)} an iteration (median)" in " ".join(shown.split())
 
 
 def test_computing_is_scaled_by_the_speed_of_both_machines(trace: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ _NEEDS_BYTES = ELEMENT_BYTES * 4  # per element: the parameter, its gradient, tw
 class StepFigures:
     """The figures of a training iteration.
 
-    stall_share: the share of the last iteration in which its thread waited; None: the report has no
+    stall_share: the share of these iterations in which their thread waited; None: the report has no
     whole iteration. host_bytes: the budget of host memory.
     """
 
@@ -67,7 +67,7 @@ def measure_training(bench: Bench, directories: Sequence[str], device: torch.dev
     return StepFigures(
         seconds=bench.done(name, FigureUnit.SECONDS, each_s),
         tokens_per_s=bench.done("training tokens", FigureUnit.TOKENS_PER_S, rates),
-        stall_share=told.model.stall_share if told.model else None,
+        stall_share=told.live_numbers(bench.sizes.warm_up_steps).get("stall_share"),
         host_bytes=host_bytes,
         read_bytes=counts.get("disk_read_bytes", 0),
         written_bytes=counts.get("disk_written_bytes", 0),

@@ -155,7 +155,7 @@ def describe(
     rows = [("machine", made.name)]
     rows += [(printable(figure.name), str(figure)) for figure in found.figures]
     if found.step is not None and found.step.stall_share is not None:
-        rows.append(("  waited", f"{found.step.stall_share:.0%} of the last iteration"))
+        rows.append(("  waited", f"{found.step.stall_share:.0%} of these iterations"))
     if wanted.most_written_bytes:
         size, most = format_size(found.written_bytes), format_size(wanted.most_written_bytes)
         rows.append(("written to drives", f"{size} of at most {most}"))

@@ -17,10 +17,11 @@ from offload.core.config import format_size
 from offload.core.errors import ConfigError
 from offload.core.portable import write_private
 from offload.core.strict_json import printable
+from offload.telemetry.figures import key_figures, memory_of
+from offload.telemetry.run_facts import RunFacts
 from offload.telemetry.run_file import Run, load
 from offload.telemetry.words import show_part, show_seconds, show_share
 from offload.tools.html_report import make_page, make_picture, to_perfetto
-from offload.tools.html_report.timeline import tiers_of
 from offload.tools.output import print_result
 
 SUMMARY: Final = "Make one HTML page of a run, or of two beside each other, from their traces."
@@ -126,7 +127,7 @@ def describe(runs: Sequence[Run], paths: Sequence[Path], targets: dict[str, Path
             f"{format_size(round(one.moved.get(f'disk_{what}_bytes', 0)))} {what}"
             for what in ("read", "written")
         )
-        part = "an iteration" if one.is_whole else "in step()"
+        part = "an iteration (median)" if one.is_whole else "in step()"
         worst = next(iter(one.stalls), None)
         most = f", most: {printable(show_part(worst))}" if worst and one.stalls[worst] else ""
         lines.append(
@@ -144,8 +145,13 @@ def as_json(runs: Sequence[Run], paths: Sequence[Path], targets: dict[str, Path]
             "date": run.about.date,
             **run.iterations.to_dict(),
             "memory": {
-                tier.name: {"peak_bytes": tier.peak_bytes, "budget_bytes": tier.budget_bytes}
-                for tier in tiers_of(run)
+                tier: {"bytes": one.nbytes, "is": one.what, "budget_bytes": one.budget_bytes}
+                for tier, one in memory_of(RunFacts.of(run)).items()
+            },
+            "hints": {
+                figure.name: [hint._asdict() for hint in figure.hints]
+                for figure in key_figures(RunFacts.of(run))
+                if figure.hints
             },
         }
         for run, path in zip(runs, paths, strict=True)

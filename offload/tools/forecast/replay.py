@@ -19,7 +19,7 @@ from offload.core.errors import CapacityError, ConfigError
 from offload.core.strict_json import printable
 from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
-from offload.telemetry import run_file
+from offload.telemetry import run_file, words
 from offload.telemetry.run_file import About, Run
 from offload.tools.forecast.forecast import show_seconds
 from offload.tools.forecast.machines import (
@@ -55,8 +55,9 @@ class ReplayTrial:
 class Replay:
     """A replay of a run, with its trials and the recommended one. `str()` is a table.
 
-    factor: by which computing takes longer on this machine than recorded. recorded_step_s: of a
-    whole iteration; None: the file does not tell. outcome: with the recommended settings.
+    factor: by which computing takes longer on this machine than recorded. recorded_step_s: the
+    median iteration, as the report has it; None: the file does not tell. outcome: with the
+    recommended settings.
     """
 
     title: str
@@ -85,7 +86,7 @@ class Replay:
     def _rows(self) -> Iterator[tuple[str, str]]:
         outcome, best = self.outcome, self.recommended
         before = self.recorded_step_s
-        told = "" if before is None else f", {show_seconds(before)} an iteration"
+        told = "" if before is None else f", {words.show_seconds(before)} an iteration (median)"
         yield "run", f"{self.title}, recorded on {self.recorded_on}{told}"
         yield "machine", f"{self.machine} ({self.machine_note})"
         yield "computing", f"{self.factor:.3g} times as long as recorded"

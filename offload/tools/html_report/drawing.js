@@ -247,7 +247,7 @@ class Drawing {
       this.inPlot(() => this.drawBands(tier, y));
       if (isNear) this.drawBudget(y(tier.budget));
       const budget = tier.budget === null ? "" : `, budget ${bytes(tier.budget)}`;
-      const told = `peak ${bytes(peak)}${budget}`;
+      const told = `in use, at most ${bytes(peak)}${budget}`;
       this.text(told, this.gutter + 3, top - 8, this.plot, this.colour.soft);
       this.drawKey(tier, this.gutter + 18 + this.paper.measureText(told).width, top - 8);
       this.paper.fillStyle = this.colour.line;

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from offload.core.config import format_size
 from offload.core.errors import ConfigError
 from offload.core.strict_json import printable
+from offload.telemetry.figures import ceiling_of, key_figures, memory_of
 from offload.telemetry.iterations import Iteration, IterationSummary, hit_rate, iterations_of
+from offload.telemetry.run_facts import RunFacts
 from offload.telemetry.run_file import Run
 from offload.telemetry.words import (
     MOVES,
     UNKNOWN,
-    key_numbers,
     show_part,
     show_rate,
     show_ratio,
@@ -94,7 +95,7 @@ def environment() -> Environment:
         "size": _size,
         "wait": show_wait,
     }
-    made.globals |= {"UNKNOWN": UNKNOWN, "key_numbers": key_numbers, "hit_rate": hit_rate}
+    made.globals |= {"UNKNOWN": UNKNOWN, "hit_rate": hit_rate, "ceiling_of": ceiling_of}
     return made
 
 
@@ -114,11 +115,13 @@ def _hash(text: str) -> str:
 
 def _shown(run: Run, path: str) -> dict[str, Any]:
     """Return all that the templates show of one run."""
-    iterations = [*iterations_of(run.about.steps)]
+    iterations, facts = [*iterations_of(run.about.steps)], RunFacts.of(run)
     return {
         "path": path,
         "about": run.about,
-        "found": run.iterations,
+        "found": facts.found,
+        "figures": key_figures(facts),
+        "memory": memory_of(facts),
         "iterations": iterations,
         "longest_s": max((one.whole_s for one in iterations), default=0.0),
         "bars": [*_bars(iterations)],
@@ -221,17 +224,18 @@ def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
     """Yield the numbers of two runs as text: name, A, B, B to A."""
     found: Sequence[IterationSummary] = (a["found"], b["found"])
     rows: list[tuple[str, list[float | None], Callable[..., str]]] = [
-        ("seconds an iteration", [one.typical_s for one in found], show_seconds),
-        ("seconds in step(), median", [one.step_s for one in found], show_seconds),
+        ("time of an iteration, median", [one.typical_s for one in found], show_seconds),
+        ("time in step(), median", [one.step_s for one in found], show_seconds),
+        ("tokens/s", [one.tokens_per_s for one in found], "{:,.0f}".format),
         ("share of the ceiling", [one.share_of_ceiling for one in found], show_share),
         ("waiting", [one.stall_share for one in found], show_share),
-        ("hit rate", [one.hit_rate for one in found], show_share),
-        ("device hit rate", [one.device_hit_rate for one in found], show_share),
+        ("prefetch hits", [one.hit_rate for one in found], show_share),
+        ("prefetch hits on the device", [one.device_hit_rate for one in found], show_share),
     ]
     rows += [(text, [one.moved.get(name) for one in found], _size) for name, text in MOVES.items()]
-    peaks = [{tier.name: tier.peak_bytes for tier in one["tiers"]} for one in (a, b)]
-    for tier in dict.fromkeys(name for each in peaks for name in each):
-        rows.append((f"{tier}, peak", [each.get(tier) for each in peaks], _size))
+    for tier, one in {**a["memory"], **b["memory"]}.items():
+        both = [each["memory"][tier].nbytes if tier in each["memory"] else None for each in (a, b)]
+        rows.append((f"{one.name}, {one.what}", both, _size))
     for name, (left, right), show in rows:
         if left or right:
             shown = [UNKNOWN if value is None else show(value) for value in (left, right)]

@@ -75,7 +75,7 @@ def _fill(figure: Any, runs: Sequence[Run], paths: Sequence[str]) -> None:
         top, middle, bottom = (axes[row][column] for row in range(3))
         name = f"{'AB'[column]}: " if len(runs) > 1 else ""
         title = f"{name}{_short(run.about.title)} ({_short(paths[column])})"
-        top.set_title(f"{title}\n{show_seconds(one.typical_s)} an iteration", fontsize=9)
+        top.set_title(f"{title}\n{show_seconds(one.typical_s)} an iteration (median)", fontsize=9)
         _draw_timeline(top, run.events, begin_s, span_s)
         _draw_memory(middle, run, begin_s, span_s)
         _draw_parts(bottom, one, longest_s)
