@@ -31,7 +31,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: unconditional pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel versions clean help setup
+.PHONY: unconditional table pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel versions clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -68,6 +68,9 @@ coverage: built  ## lines of offload/ that the tests run (ONLY=tests/planning/te
 quality: setup  ## validation loss after equal tokens for every precision and tier, beside plain torch, in one table
 	"$(PY)" benchmarks/quality.py
 
+table: setup  ## the table of README: the largest model and its step for common machines, predicted; takes minutes
+	@"$(PY)" -m offload plan --table
+
 pictures: setup  ## the pictures of README and docs, which runs the demo (needs Debian's chromium)
 	"$(PY)" benchmarks/pictures.py
 
@@ -75,7 +78,7 @@ numerics: setup  ## by how much torch's own AdamW implementations differ from th
 	"$(PY)" benchmarks/numerics.py
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
-bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|prefetch|larger_than_memory|checkpoint|ranks|predict|plan|tune); see benchmarks/results
+bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|prefetch|larger_than_memory|checkpoint|ranks|predict|plan|forecast|tune); see benchmarks/results
 	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
 	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
 	  $(PYTEST) benchmarks/bench_$(or $(ONLY),*).py -q -p no:cacheprovider -W default --timeout 0; fi

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload.planning.layout import ParamSpec, lay_out, slices_by_param
+from offload.planning.layout import ParamSpec, lay_out, layout_size, slices_by_param
 
 FIELDS = ("exp_avg", "exp_avg_sq")
 HALF = ("master", *FIELDS)
@@ -48,3 +48,21 @@ def test_small_parameters_share_a_chunk() -> None:
 def test_the_name_of_a_chunk_says_whose_it_is() -> None:
     chunks = lay_out([ParamSpec("w", 10000, FIELDS)], 4096)
     assert [chunk.name for chunk in chunks] == ["w[0:4096]", "w[4096:8192]", "w[8192:10000]"]
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_the_size_of_a_layout_is_known_without_it(number: int) -> None:
+    draw = random.Random(number)
+    chunk_numel = draw.choice([16, 64, 1000, 4096, 5000])
+    near = [0, 1, 15, 16, 17, chunk_numel - 1, chunk_numel, chunk_numel + 1, 3 * chunk_numel]
+    params = [
+        ParamSpec(
+            f"p{n}",
+            draw.choice([*near, draw.randint(0, 7 * chunk_numel)]),
+            draw.choice([FIELDS, HALF, ()]),
+            unit=draw.choice([None, 0, 1]),
+        )
+        for n in range(draw.randint(0, 12))
+    ]
+    sizes = [chunk.nbytes for chunk in lay_out(params, chunk_numel)]
+    assert layout_size(params, chunk_numel) == (sum(sizes), max(sizes, default=0))

@@ -361,10 +361,10 @@ def test_a_config_is_counted_on_shapes_alone(
         ({"a": 1}, ConfigError, 'has no "model_type"'),
         ({"model_type": "llama", "auto_map": {"AutoModel": "x.y"}}, ConfigError, "code of its own"),
         ({"model_type": "no_such_model"}, ConfigError, "no configuration that transformers"),
-        ({"model_type": "vit"}, ConfigError, "which is no language model"),
+        ({"model_type": "wav2vec2"}, ConfigError, "which is neither a language model nor"),
     ],
 )
-def test_a_config_that_makes_no_language_model_is_refused(
+def test_a_config_whose_input_is_not_known_is_refused(
     tmp_path: Path, values: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
     if "transformers" in reason or "language" in reason:

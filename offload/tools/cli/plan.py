@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="module:function, a Hugging Face config.json or its directory, or a size such as 7B",
+        help="module:function, a config.json of transformers or diffusers or its directory, a size "
+        "such as 7B, or a published model such as llama-3-8b",
     )
     _add_model(parser.add_argument_group("the model"))
     _add_training(parser.add_argument_group("the training"))
@@ -75,6 +76,11 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         help="simulate every layer and chunk; otherwise those that are alike are taken from a few, "
         "within 3 %%",
     )
+    group.add_argument(
+        "--table",
+        action="store_true",
+        help="the largest model and its step for common machines, in Markdown; takes minutes",
+    )
     group.add_argument("--trace", metavar="FILE", help="a recorded run, instead of MODEL")
     group.add_argument(
         "--from",
@@ -86,6 +92,8 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Forecast, or replay a trace, and print; return 1 if the training does not fit the machine."""
+    if args.table:
+        return _table(args)
     if args.trace is None:
         return _forecast(args)
     found = _replay(args)
@@ -122,6 +130,19 @@ def _forecast(args: argparse.Namespace) -> int:
             return EXIT_PROBLEM
     print_result(found.to_dict() if args.json else found.gain_lines, indent=1)
     return 0 if found.works else EXIT_PROBLEM
+
+
+def _table(args: argparse.Namespace) -> int:
+    given = [name for name, value in _given(args).items() if value is not None]
+    if args.model is not None or args.trace is not None or given:
+        raise ConfigError("--table: has models, machines and options of its own; leave others out")
+    from offload.tools.forecast.size_table import make_table
+
+    gc.freeze()
+    with status_line() as line:
+        found = make_table(lambda text: line.update(f"{text} ..."))
+    print_result(found.to_dict() if args.json else [str(found)], indent=1)
+    return 0
 
 
 def _replay(args: argparse.Namespace) -> Replay:

@@ -25,6 +25,7 @@ from offload.tools.forecast.model_source import ModelSource
 from offload.tools.forecast.repeats import (
     LEAST_PERIODS,
     TYPICAL,
+    IrregularError,
     Repeat,
     find_repeats,
     lengthen,
@@ -225,16 +226,21 @@ class _Recorder:
 
     def _kept_of(self, repeat: Repeat) -> _KeptOfPeriod:
         """Find what a forward pass through one typical period leaves, and how long it stays: from
-        the first use of the next period to the last one of the typical one.
+        the first use of the next period to the last one of the typical one. Raises `IrregularError`
+        if the layers run more than once.
         """
         begins: dict[int | None, int] = {}
-        last = 0
+        last, passes = 0, 0
         for number, use in enumerate(self._uses):
             period = repeat.period_of(use.part)
             if use.phase == FORWARD:
                 begins.setdefault(period, number)
             if period == TYPICAL:
+                is_new = repeat.period_of(self._uses[number - 1].part) != TYPICAL
+                passes += use.phase == FORWARD and is_new
                 last = number
+        if passes != 1:
+            raise IrregularError  # a second pass keeps more
         before, typical, after = (begins[n] for n in (TYPICAL - 1, TYPICAL, repeat.periods - 1))
         nbytes = self._uses[typical].live_bytes - self._uses[before].live_bytes
         return _KeptOfPeriod(nbytes, after, max(last, after))

@@ -74,12 +74,11 @@ def sample_sizes(
 
 
 def weighted(samples: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the weighted sums of all figures, none below zero."""
+    """Return the weighted sums of all figures. One that is nearly nothing may be below zero, which
+    keeps sums of them right.
+    """
     names = dict.fromkeys(name for _, figures in samples for name in figures)
-    return {
-        name: max(0.0, sum(weight * figures.get(name, 0.0) for weight, figures in samples))
-        for name in names
-    }
+    return {name: sum(w * figures.get(name, 0.0) for w, figures in samples) for name in names}
 
 
 def plan_of_sample(

@@ -61,7 +61,7 @@ from offload.tools.forecast.workload import Workload
 DEVICE_IDLE = f"{MODEL}the device waits"
 READ, WRITTEN = "disk_read_bytes", "disk_written_bytes"
 DISK_READ = "disk read"  # the cause of a wait for state
-_ITERATIONS = 2  # of a sample: in a large model a third one is like the second
+_ITERATIONS = 2  # of models with fewer layers: a third one is like the second
 _LEARNING = 2  # first iterations: the trace is not recorded yet, and there is no state
 _ALIGN_BYTES = 64  # of a gradient's place
 _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor waiting
@@ -175,7 +175,7 @@ def simulate_samples(
         few = plan_of_sample(plan, facts_of(work, offloads), joined, work.logits_bytes)
         depth = (tuning.queue_depth or DEPTH) * joined  # as many bytes of larger requests
         training = Training(work, few, machine, replace(tuning, queue_depth=depth))
-        mean = _steady(training, _ITERATIONS)
+        mean = _steady(training, 3 if len(samples) == 1 else _ITERATIONS)
         kept = few.state.buffers * joined - plan.state.buffers  # chunks that stay in buffers
         _count_again(mean, max(0, kept) * plan.state.buffer_bytes)
         found.append((sample.weight, mean))
@@ -225,7 +225,7 @@ def _outcome(mean: Mapping[str, float], plan: TrainingPlan, on_device: bool) -> 
     limit = max(has_to_do, key=lambda name: has_to_do[name])
 
     def count(name: str) -> int:
-        return round(mean.get(name, 0.0))
+        return max(0, round(mean.get(name, 0.0)))
 
     return Outcome(
         step_s=mean[WHOLE],
