@@ -137,6 +137,45 @@ def test_wrong_input_is_an_error_in_one_line(
     assert reason in err and len(err.strip().splitlines()) == 1
 
 
+def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "5M", "--host-memory", "1MiB", *ON)
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["verdict", "does", "not", "fit"]
+    assert lines[1].startswith("what would fit") and "s a step" in lines[1]
+    assert "1 MiB (1048576 bytes) are allowed" in " ".join(out.split())
+
+
+def test_what_does_not_fit_is_told_to_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "5M", "--host-memory", "1MiB", *ON, "--json")
+    data = json.loads(out)
+    assert (code, data["works"]) == (1, False)
+    assert "are allowed" in data["reason"]
+    assert all(change["step_s"] > 0 for change in data["changes"]) and data["changes"]
+
+
+def test_the_table_stands_before_what_more_would_bring_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offload.tools.forecast.case import ForecastCase
+
+    def gains(*_: object) -> dict[str, float]:
+        assert capsys.readouterr().out.startswith("verdict")
+        return {"one more drive": 1.0}
+
+    monkeypatch.setattr(ForecastCase, "gains", gains)
+    code, out, _ = run(capsys, *SMALL, *ON)
+    assert (code, out.splitlines()) == (0, ["one more drive  1 s less a step"])
+
+
+@pytest.mark.parametrize("more", [["5M"], ["--batch", "2"], ["--trace", "run.json"], ON])
+def test_the_table_of_sizes_takes_nothing_else(
+    capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    code, out, err = run(capsys, "--table", *more)
+    assert (code, out) == (2, "") and "--table: has models, machines and options of its own" in err
+
+
 def test_a_damaged_profile_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{")
     code, _, err = run(capsys, *SMALL, "--on", str(tmp_path / "p.json"))
