@@ -72,10 +72,6 @@ class ForecastCase:
     known: Profile | None
     tuning: Tuning
 
-    @property
-    def numel(self) -> int:
-        return self.work.trained_numel
-
     samples: tuple[Sample, ...] = ()
 
     @classmethod
@@ -104,6 +100,10 @@ class ForecastCase:
         joined = case.numel // (fineness.pieces * _PLAN_FINER)
         budgets = replace(budgets, joined_numel=joined)
         return replace(case, samples=tuple(samples), budgets=budgets)
+
+    @property
+    def numel(self) -> int:
+        return self.work.trained_numel
 
     @property
     def facts(self) -> TrainingFacts:
@@ -222,7 +222,7 @@ class ForecastCase:
         total = self._memory_bytes
         beside = 0 if self.footprint.on_device else self.footprint.passing_bytes
         if self.request.use == WRAP and not self.footprint.on_device:
-            beside += self.work.param_bytes + self._grad_bytes
+            beside += self.footprint.param_bytes + self._grad_bytes
         if total is None or taken_bytes + beside <= total:
             return ()
         return (

@@ -218,10 +218,9 @@ def _changes(setting: _Setting) -> tuple[Change, ...]:
     def step_of(request: ForecastRequest) -> tuple[float | None, float | None] | None:
         other = _set_up(request).case
         try:
-            plan = other.plan()
+            outcome = other.run(other.plan())
         except CapacityError:
             return None
-        outcome = other.run(plan)
         if other.problems(outcome.host_bytes_taken):
             return None
         if other.known is None:

@@ -74,6 +74,11 @@ class ForecastRequest:
             for name, (field, parse) in _PARSERS.items()
             if name in known
         }
+        if made.get("use") == WRAP and made.get("activations") == "offload":
+            raise ConfigError(
+                "activations: wrap cannot offload them, since it has no part in the model; take "
+                '"recompute", and checkpoint the layers in the model itself, or use prepare'
+            )
         made["shape"] = Shape(**{name: known[name] for name in _SHAPE if name in known})
         return cls(model=os.fspath(model), **made)
 
