@@ -115,7 +115,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", default="704MiB", help="what a process may take in all")
     parser.add_argument("--by", default="auto", choices=["auto", *KINDS, "none"], help="its kind")
     parser.add_argument("--out", type=Path, default=Path("build"), help="for the page")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out: {options.out} is not a directory; give another")
+    return options
 
 
 def main() -> int:

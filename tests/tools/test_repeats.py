@@ -44,11 +44,11 @@ def layer(inner: int, heads: int = 4) -> nn.Module:
 
 
 def alternating() -> nn.Module:
-    return Layered([layer((128, 128, 512)[n % 3]) for n in range(21)])
+    return Layered([layer((128, 128, 512)[n % 3]) for n in range(36)])
 
 
 def after_others() -> nn.Module:
-    return Layered([layer(96), layer(96), *(layer(256) for _ in range(9)), layer(96)])
+    return Layered([layer(96), layer(96), *(layer(256) for _ in range(12)), layer(96)])
 
 
 class Counted(nn.Module):
@@ -103,6 +103,95 @@ class Hourglass(Layered):
         for inner in self.layers:
             x = inner(x)[:, : max(1, x.size(1) - 3)]
         return self.head(x).mean()  # type: ignore[no-any-return]
+
+
+class Frozen(Layered):
+    """Its lower layers compute no gradients, by their number."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.table(tokens)
+            for inner in list(self.layers)[:7]:
+                x = inner(x)
+        for inner in list(self.layers)[7:]:
+            x = inner(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Backwards(Layered):
+    """Runs its last layer first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for inner in reversed(self.layers):  # type: ignore[call-overload]
+            x = inner(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Sometimes(Layered):
+    """Does more after every fourth layer."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for n, inner in enumerate(self.layers):
+            x = inner(x)
+            x = torch.tanh(x) if n % 4 == 3 else x
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Mixed(Layered):
+    """Uses the outputs of all its layers at the end."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = [self.table(tokens)]
+        for inner in self.layers:
+            found.append(inner(found[-1]))
+        return self.head(torch.stack(found).mean(0))  # type: ignore[no-any-return]
+
+
+class Checkpointed(Layered):
+    """Runs all its layers again in backward, in one checkpoint."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            for inner in self.layers:
+                x = inner(x)
+            return x
+
+        x = torch.utils.checkpoint.checkpoint(run, self.table(tokens), use_reentrant=False)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Sparse(nn.Module):
+    """A layer for a part of the text."""
+
+    def __init__(self, keep: float) -> None:
+        super().__init__()
+        self.keep, self.inner = keep, layer(128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = int(self.keep * x.size(1))
+        return torch.cat([self.inner(x[:, :count]), x[:, count:]], dim=1)
+
+
+def depths() -> nn.Module:
+    """Layers of which those in the middle have a setting of their own."""
+    return Layered([Sparse(0.25 if 10 <= n < 20 else 1.0) for n in range(30)])
+
+
+def hooked() -> nn.Module:
+    """Layers of which one in the middle has a hook that does more."""
+    model = Layered([layer(128) for _ in range(30)])
+    model.layers[14].register_forward_hook(lambda _m, _x, y: y.tanh().tanh())
+    return model
+
+
+def of(kind: type[Layered]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        return kind([layer(128) for _ in range(LAYERS)])
+
+    made.__name__ = kind.__name__
+    return made
 
 
 class Sharing(Layered):
@@ -178,11 +267,19 @@ def test_adapters_beside_a_frozen_model(tmp_path: Path) -> None:
     assert len(trained) == 2 * 7 * LAYERS and sum(p.numel() for p in trained) < 70_000
 
 
-@pytest.mark.parametrize("make", [ladder, hourglass, twice])
+ODD = (ladder, hourglass, twice, *map(of, (Frozen, Backwards, Sometimes, Mixed, Checkpointed)))
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
 def test_layers_that_only_look_alike_all_run(make: Callable[[], nn.Module]) -> None:
     some, full = both(make)
     assert some.count.is_irregular and not some.count.repeats
     assert_same(some, full)
+
+
+@pytest.mark.parametrize("make", [depths, hooked])
+def test_layers_with_settings_of_their_own_are_others(make: Callable[[], nn.Module]) -> None:
+    assert_same(*both(make))
 
 
 def test_layers_that_share_parameters_are_not_alike() -> None:
@@ -212,13 +309,13 @@ def test_a_shortened_model_is_whole_again_also_after_an_error() -> None:
     before = [id(layer) for layer in model.layers]  # type: ignore[union-attr]
     parts = [m for m in model.modules() if m in set(model.layers)]  # type: ignore[arg-type]
     (repeat,) = find_repeats(model, parts)
-    assert (repeat.begin, repeat.length, repeat.periods) == (0, 3, 7)
+    assert (repeat.begin, repeat.length, repeat.periods) == (0, 3, 12)
     with pytest.raises(RuntimeError), shortened({repeat: LEAST_PERIODS}):
         kept = [id(layer) for layer in model.layers]  # type: ignore[union-attr]
         assert kept == before[:9] + before[-3:]
         raise RuntimeError
     assert [id(layer) for layer in model.layers] == before  # type: ignore[union-attr]
-    assert list(model.layers._modules) == [str(n) for n in range(21)]  # type: ignore[union-attr]
+    assert list(model.layers._modules) == [str(n) for n in range(36)]  # type: ignore[union-attr]
 
 
 def test_a_model_of_any_length_is_measured_from_one_count() -> None:

@@ -104,6 +104,8 @@ def call_of(request: ForecastRequest, budgets: Budgets, on_device: bool) -> str:
     if budgets.directories:
         drives = [f'"DRIVE{n + 1}"' for n in range(budgets.directories)]
         given.append("nvme=" + (drives[0] if len(drives) == 1 else f"[{', '.join(drives)}]"))
+    if request.use == PREPARE and request.lora is not None:
+        given.append('weights="DIRECTORY"')
     if request.use == PREPARE and request.activations != "keep":
         given.append(f'activations="{request.activations}"')
     if request.use == WRAP:

@@ -23,6 +23,7 @@ from offload.planning.unit import Unit
 from offload.tools.forecast.meta_cost import Cost, Meter, metered
 from offload.tools.forecast.model_source import ModelSource
 from offload.tools.forecast.repeats import (
+    CHECKED_PERIODS,
     LEAST_PERIODS,
     TYPICAL,
     IrregularError,
@@ -86,6 +87,15 @@ class Count:
             repeats={},
         )
 
+    def is_like(self, other: Count) -> bool:
+        """Return whether the other count, of a run, has the same result."""
+        return (
+            self.uses == other.uses
+            and self.kept_bytes == other.kept_bytes
+            and self.peak_bytes == other.peak_bytes
+            and self.layer_bytes == other.layer_bytes
+        )
+
 
 @dataclass(frozen=True)
 class ShapeRun:
@@ -115,10 +125,11 @@ class ShapeRun:
         """
         try:
             with shortened(dict.fromkeys(repeats, LEAST_PERIODS)):
-                recorder = self._run()
-            found = recorder.count(self._parts, repeats)
-            found.lengthened(found.whole)
-            return found
+                found = self._run().count(self._parts, repeats)
+            more = dict.fromkeys(repeats, CHECKED_PERIODS)
+            with shortened(more):
+                checked = self._run().count(self._parts, ())
+            return found if found.lengthened(more).is_like(checked) else None
         except OffloadError:
             raise
         except Exception:  # of the user's code, too; if that is at fault, all layers will tell
@@ -227,7 +238,7 @@ class _Recorder:
     def _kept_of(self, repeat: Repeat) -> _KeptOfPeriod:
         """Find what a forward pass through one typical period leaves, and how long it stays: from
         the first use of the next period to the last one of the typical one. Raises `IrregularError`
-        if the layers run more than once.
+        if the layers run more than once, in another order, or only forward.
         """
         begins: dict[int | None, int] = {}
         last, passes = 0, 0
@@ -241,7 +252,11 @@ class _Recorder:
                 last = number
         if passes != 1:
             raise IrregularError  # a second pass keeps more
+        if self._uses[last].phase == FORWARD and repeat.is_trained:
+            raise IrregularError  # others compute gradients, or none does
         before, typical, after = (begins[n] for n in (TYPICAL - 1, TYPICAL, repeat.periods - 1))
+        if not before < typical < after:
+            raise IrregularError
         nbytes = self._uses[typical].live_bytes - self._uses[before].live_bytes
         return _KeptOfPeriod(nbytes, after, max(last, after))
 

@@ -36,13 +36,13 @@ class Fineness:
 
     @classmethod
     def of(cls, numel: int) -> Fineness:
-        """Choose it for so many parameters: what is put together from a few of very many layers
-        needs more of them.
+        """Choose it for so many parameters that are trained: what is put together from a few of
+        very many layers needs more of them; so do passes that have hardly any state beside them.
         """
-        return cls(8, 16, 1000) if numel < _HUGE_NUMEL else cls(16, 32, 2000)
+        return cls(8, 16, 1000) if _SMALL_NUMEL <= numel < _HUGE_NUMEL else cls(16, 32, 2000)
 
 
-_HUGE_NUMEL = 10**11
+_SMALL_NUMEL, _HUGE_NUMEL = 2 * 10**9, 10**11
 Run = TypeVar("Run")
 
 

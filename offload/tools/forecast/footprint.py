@@ -54,7 +54,7 @@ class Footprint:
     is held beside them: the output, the loss, their gradients, and the temporaries of one layer.
     layer_bytes: the most that one use adds to activations. recomputed_layers: how many run twice.
     item: what a batch has several of. on_device: the model runs on a device. unit_bytes: as in the
-    tuner's `Tuning`.
+    tuner's `Tuning`. reads_files: frozen parameters stay in the files that they come from.
     """
 
     name: str
@@ -72,6 +72,7 @@ class Footprint:
     on_device: bool
     count: Count
     unit_bytes: int | None
+    reads_files: bool
 
     @property
     def flops(self) -> int:
@@ -174,7 +175,7 @@ class Footprint:
         seconds = [seconds_of(cost) for cost in self.uses]
         whole = Workload(
             units=tuple(
-                UnitFact(u.name, u.nbytes, u.needs, u.number in kept, not u.nbytes)
+                UnitFact(u.name, u.nbytes, u.needs, u.number in kept, self._is_in_files(u))
                 for u in self.units
             ),
             params=params,
@@ -193,6 +194,11 @@ class Footprint:
             return whole
         there = tuple(replace(p, unit=None, is_on_device=self.on_device) for p in params)
         return replace(whole, units=(), params=there, uses=(), between_s=sum(seconds))
+
+    def _is_in_files(self, unit: Unit) -> bool:
+        """Return whether the unit's block is never written."""
+        is_trained = any(member.param.requires_grad for member in unit.members)
+        return not unit.nbytes or (self.reads_files and not is_trained)
 
     def _specs(self, optimizer: str) -> list[ParamSpec]:
         made = make_optimizer(optimizer, self.model)
@@ -271,6 +277,7 @@ def measure(
             on_device=on_device,
             count=count,
             unit_bytes=unit_bytes,
+            reads_files=lora is not None,
         ),
         count.whole,
     )

@@ -17,10 +17,15 @@ from offload.tools.forecast.meta_cost import Cost
 
 TYPICAL = 2  # the period that tells what those cost that do not run
 LEAST_PERIODS = 4  # that run: the first, two that are compared, and the last
+# That run once more, to see whether what follows from fewer holds. Nine tell also of layers that
+# are others by their number: every third, every sixth, every eighth.
+CHECKED_PERIODS = 9
 _MOST_LENGTH = 8  # layers of a period: longer ones do not occur in published models
 # An attribute that counts layers differs from one to the next, and changes nothing else.
 _COUNTING = re.compile(r"(^|_)(idx|index|layer_id|layer_number|layer_num)$")
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, tuple, type(None))
+# Rates of dropout grow from layer to layer; the cost does not.
+_RATE = re.compile(r"drop|prob|rate|^p$")
 
 
 class IrregularError(Exception):
@@ -40,6 +45,12 @@ class Repeat:
     periods: int
     first: int
     parts: int
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter of its layers is."""
+        layers = list(self.layers.children())[self.begin : self.begin + self.length]
+        return any(param.requires_grad for layer in layers for param in layer.parameters())
 
     def period_of(self, part: int) -> int | None:
         """Return the period that the part belongs to; None: it is not in this run."""
@@ -153,7 +164,7 @@ def _periods(signatures: Sequence[Any], begin: int, length: int) -> int:
     while end < len(signatures) and signatures[end] == signatures[end - length]:
         end += 1
     periods = (end - begin) // length
-    return periods if periods > LEAST_PERIODS else 0
+    return periods if periods > CHECKED_PERIODS else 0
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
@@ -167,11 +178,11 @@ def _facts(module: nn.Module) -> Iterator[Any]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             yield name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    yield len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module)
     for name, value in sorted(vars(module).items()):
-        is_setting = isinstance(value, _PLAIN) and not name.startswith("_")
-        if is_setting and not _COUNTING.search(name):
-            # Rates, such as that of a dropout, grow from layer to layer; the cost does not.
-            yield name, bool(value) if isinstance(value, float) else value
+        if isinstance(value, _PLAIN) and not _COUNTING.search(name):
+            is_rate = isinstance(value, float) and _RATE.search(name)
+            yield name, bool(value) if is_rate else value
 
 
 def _first_part(

@@ -61,7 +61,10 @@ from offload.tools.forecast.workload import Workload
 DEVICE_IDLE = f"{MODEL}the device waits"
 READ, WRITTEN = "disk_read_bytes", "disk_written_bytes"
 DISK_READ = "disk read"  # the cause of a wait for state
-_ITERATIONS = 2  # of models with fewer layers: a third one is like the second
+_ITERATIONS = (
+    2  # of a large model: a third one is like the second, but for a few per cent of copies
+)
+_LITTLE_NUMEL = 2 * 10**9  # trained parameters, beside which such copies count
 _LEARNING = 2  # first iterations: the trace is not recorded yet, and there is no state
 _ALIGN_BYTES = 64  # of a gradient's place
 _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor waiting
@@ -175,7 +178,8 @@ def simulate_samples(
         few = plan_of_sample(plan, facts_of(work, offloads), joined, work.logits_bytes)
         depth = (tuning.queue_depth or DEPTH) * joined  # as many bytes of larger requests
         training = Training(work, few, machine, replace(tuning, queue_depth=depth))
-        mean = _steady(training, 3 if len(samples) == 1 else _ITERATIONS)
+        is_quick = len(samples) == 1 or work.trained_numel < _LITTLE_NUMEL
+        mean = _steady(training, _ITERATIONS + is_quick)
         kept = few.state.buffers * joined - plan.state.buffers  # chunks that stay in buffers
         _count_again(mean, max(0, kept) * plan.state.buffer_bytes)
         found.append((sample.weight, mean))
