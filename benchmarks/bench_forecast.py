@@ -22,7 +22,7 @@ from typing import Any
 from model_results import result_path
 from results import HERE, machine_header
 
-FULL_S = 300.0
+FULL_S = 120.0
 NEAR = 0.03
 ON_4090, ON_A100 = "--on rtx4090-1ssd", "--on a100-80g-2ssd"
 RECOMPUTE = "--activations recompute"

@@ -111,7 +111,6 @@ def test_a_plan_that_is_cut_down_holds_the_same_part_of_everything() -> None:
     spilled = [p.shares.gradients_on_disk / sum(p.facts.gradients) for p in both]
     assert 0 < spilled[0] == pytest.approx(spilled[1], abs=0.06)
     assert 0.3 < share < 0.4 and few.state.buffers == plan.state.buffers
-    assert few.shares.params < plan.shares.params
 
 
 @pytest.mark.parametrize("host", ["40GiB", "6GiB", "1GiB"])

@@ -41,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *SMALL, *ON)
     assert (code, err) == (0, "")
-    assert "workstation-cpu (published figures, not measured by us)" in out
+    assert "workstation-cpu (published figures, not measured by us, 64 GiB of memory)" in out
     assert out.splitlines()[0].startswith("verdict"), "what matters most is on top"
     assert out.splitlines()[-1].startswith("one more drive"), "and what more would bring, last"
 

@@ -4,20 +4,20 @@ each with its step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from offload.core.config import format_size
 from offload.planning.planner import Budgets
 from offload.tools.forecast.case import ForecastCase
 from offload.tools.forecast.forecast import Change
+from offload.tools.forecast.machines import usual_budgets
 from offload.tools.forecast.request import PREPARE, WRAP, ForecastRequest
 
 # Seconds and tokens a second of a request that fits; None instead of numbers: no speed is known;
 # None: it does not fit.
 StepOf = Callable[[ForecastRequest], tuple[float | None, float | None] | None]
 _MI = 1 << 20
-_LACKING = ", more than this machine's"
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,32 @@ class _Candidate:
 
 
 def find_changes(case: ForecastCase, step_of: StepOf) -> tuple[Change, ...]:
-    """Find the single changes with which the case fits: the fastest first, and last those that this
-    machine has not the memory for.
+    """Find the single changes with which the case fits, the fastest first; where none is enough, a
+    smaller batch whose layers are recomputed.
     """
-    found = []
-    for kind in _kinds(case):
-        for candidate in kind:  # the first one that fits changes least
+    found = list(_working(_kinds(case), step_of))
+    if not found and case.request.activations == "keep":
+        found += _working([_smaller_batches(case.request, recomputes=True)], step_of)
+    return tuple(sorted(found, key=lambda change: -(change.tokens_per_s or 0.0)))
+
+
+def _working(kinds: Iterable[Iterable[_Candidate]], step_of: StepOf) -> Iterator[Change]:
+    """Yield of each kind the first candidate that fits: it changes least."""
+    for kind in kinds:
+        for candidate in kind:
             step = step_of(candidate.request)
             if step is not None:
-                found.append(Change(candidate.what, candidate.option, *step))
+                yield Change(candidate.what, candidate.option, *step)
                 break
-    return tuple(
-        sorted(found, key=lambda change: (_LACKING in change.what, -(change.tokens_per_s or 0.0)))
-    )
 
 
-def _kinds(case: ForecastCase) -> Iterator[list[_Candidate]]:
+def _kinds(case: ForecastCase) -> Iterator[Iterable[_Candidate]]:
     request, budgets = case.request, case.budgets
     ways = ["recompute"] if request.use == WRAP else ["recompute", "offload"]
     for way in ways if request.activations == "keep" else ():
         text, option = f'activations="{way}"', f"--activations {way}"
         yield [_Candidate(text, option, replace(request, activations=way))]
-    yield list(_smaller_batches(request))
+    yield _smaller_batches(request)
     if request.activations != "offload":
         other = WRAP if request.use == PREPARE else PREPARE
         text = f"offload.{other} instead of offload.{request.use}"
@@ -59,32 +63,51 @@ def _kinds(case: ForecastCase) -> Iterator[list[_Candidate]]:
     if not budgets.directories:
         one = replace(request, drives=1)
         yield [_Candidate("one drive", "--nvme-count 1", one)]
-    least, known = case.least, case.known
-    memory, device_memory = (
-        (known.memory_bytes, known.device_memory_bytes) if known is not None else (None, None)
-    )
+    yield from _other_budgets(case)
+
+
+def _other_budgets(case: ForecastCase) -> Iterator[Iterable[_Candidate]]:
+    """Yield the least budgets that work, and those that the machine has."""
+    request, budgets, least, known = case.request, case.budgets, case.least, case.known
     kind = "host memory with a drive" if budgets.directories else "host memory without one"
     if budgets.host_bytes is not None and least[kind] > budgets.host_bytes:
         more = replace(request, host_bytes=_up(least[kind]))
-        yield [_more("host_memory", _up(least[kind]), memory, more)]
+        yield [_budget("host_memory", _up(least[kind]), "at least", more)]
     device = least.get("device memory", 0)
     if budgets.device_bytes is not None and device > budgets.device_bytes:
         more = replace(request, device_bytes=_up(device))
-        yield [_more("device_memory", _up(device), device_memory, more)]
+        yield [_budget("device_memory", _up(device), "at least", more)]
+    usual = usual_budgets(known, request.activations) if known is not None else None
+    if usual is None:
+        return
+    if usual.host_bytes is not None and usual.host_bytes < (budgets.host_bytes or 0):
+        nbytes = usual.host_bytes // _MI * _MI
+        less = replace(request, host_bytes=nbytes)
+        yield [_budget("host_memory", nbytes, "as this machine has it", less)]
+    if usual.device_bytes is not None and usual.device_bytes < (budgets.device_bytes or 0):
+        nbytes = usual.device_bytes // _MI * _MI
+        less = replace(request, device_bytes=nbytes)
+        yield [_budget("device_memory", nbytes, "as this machine has it", less)]
 
 
-def _smaller_batches(request: ForecastRequest) -> Iterator[_Candidate]:
-    batch, times = request.batch // 2, 2
+def _smaller_batches(request: ForecastRequest, recomputes: bool = False) -> Iterator[_Candidate]:
+    batch = request.batch // 2
     while batch:
-        text = f"batch {batch}, accumulated {times} times"
-        yield _Candidate(text, f"--batch {batch}", replace(request, batch=batch))
-        batch, times = batch // 2, times * 2
+        text, option = f"batch {batch} instead of {request.batch}", f"--batch {batch}"
+        smaller = replace(request, batch=batch)
+        if recomputes:
+            text, option = (
+                f'{text}, and activations="recompute"',
+                f"{option} --activations recompute",
+            )
+            smaller = replace(smaller, activations="recompute")
+        yield _Candidate(text, option, smaller)
+        batch //= 2
 
 
-def _more(name: str, nbytes: int, has: int | None, request: ForecastRequest) -> _Candidate:
-    lacking = f"{_LACKING} {format_size(has)}" if has and nbytes > has else ""
+def _budget(name: str, nbytes: int, how: str, request: ForecastRequest) -> _Candidate:
     option = f"--{name.replace('_', '-')} {nbytes // _MI}MiB"
-    return _Candidate(f"{name}={format_size(nbytes)} at least{lacking}", option, request)
+    return _Candidate(f"{name}={format_size(nbytes)}, {how}", option, request)
 
 
 def _up(nbytes: int) -> int:
@@ -98,9 +121,11 @@ def call_of(request: ForecastRequest, budgets: Budgets, on_device: bool) -> str:
     if request.use == PREPARE and on_device:
         given.append('device="cuda"')
     if request.use == PREPARE and request.device_bytes is not None:
-        given.append(f'device_memory="{_size(request.device_bytes)}"')
+        given.append(f"device_memory={_size(request.device_bytes)}")
     if budgets.host_bytes is not None:
-        given.append(f'host_memory="{_size(budgets.host_bytes)}"')
+        is_asked = request.host_bytes is not None
+        host = budgets.host_bytes if is_asked else budgets.host_bytes // _MI * _MI
+        given.append(f"host_memory={_size(host)}")
     if budgets.directories:
         drives = [f'"DRIVE{n + 1}"' for n in range(budgets.directories)]
         given.append("nvme=" + (drives[0] if len(drives) == 1 else f"[{', '.join(drives)}]"))
@@ -114,8 +139,8 @@ def call_of(request: ForecastRequest, budgets: Budgets, on_device: bool) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Write a budget as it may be given, in whole GiB or MiB if it is about that."""
+    """Write a budget as it may be given, never more or less than it is."""
     for unit, size in (("GiB", 1 << 30), ("MiB", _MI)):
-        if nbytes >= 10 * size or (nbytes % size == 0 and nbytes):
-            return f"{nbytes // size}{unit}"
+        if nbytes and nbytes % size == 0:
+            return f'"{nbytes // size}{unit}"'
     return str(nbytes)

@@ -4,7 +4,7 @@ the engine's in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -215,21 +215,40 @@ class ForecastCase:
             "logits": {where: footprint.logits_bytes},
         }
 
-    def problems(self, taken_bytes: int) -> tuple[str, ...]:
+    def problems(self, plan: TrainingPlan) -> tuple[str, ...]:
         """Return the problems that the engine itself would not notice, since it counts its own
-        bytes only: activations and logits may need more host memory than the machine has.
+        bytes only, or that only the real machine would tell.
         """
+        return (*self._host_problems(plan.host_bytes), *self._place_problems(plan))
+
+    def _host_problems(self, taken_bytes: int) -> Iterator[str]:
+        """Activations and logits may need more host memory than the machine has."""
         total = self._memory_bytes
         beside = 0 if self.footprint.on_device else self.footprint.passing_bytes
         if self.request.use == WRAP and not self.footprint.on_device:
             beside += self.footprint.param_bytes + self._grad_bytes
-        if total is None or taken_bytes + beside <= total:
-            return ()
-        return (
-            f"the machine has {format_size(total)}: {format_size(taken_bytes)} that are "
-            f"taken and {format_size(beside)} of activations and logits beside them are more; "
-            'lower host_memory, take a smaller batch, or activations="recompute"',
-        )
+        if total is not None and taken_bytes + beside > total:
+            also = f" and {format_size(beside)} beside them, of the model," if beside else ""
+            yield (
+                f"the machine has {format_size(total)}: {format_size(taken_bytes)} that are "
+                f"taken{also} are more; lower host_memory"
+                + (', take a smaller batch, or activations="recompute"' if beside else "")
+            )
+
+    def _place_problems(self, plan: TrainingPlan) -> Iterator[str]:
+        """The budget may be more than the device has, and the directories may have less room."""
+        device = self.known.device_memory_bytes if self.known is not None else None
+        allowed, room = self.budgets.device_bytes, self.request.drive_bytes
+        if device is not None and allowed is not None and allowed > device:
+            yield (
+                f"the device has {format_size(device)}: device_memory={format_size(allowed)} is "
+                "more; lower it"
+            )
+        if room is not None and plan.disk_room_bytes > room:
+            yield (
+                f"nvme: {format_size(room)} are free there, {format_size(plan.disk_room_bytes)} "
+                "are needed; make room, add a directory on another drive, or raise host_memory"
+            )
 
     # --- drives -----------------------------------------------------------------------------------
 

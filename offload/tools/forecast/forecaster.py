@@ -181,7 +181,7 @@ def _answer(setting: _Setting) -> Forecast:
         plain_bytes=case.plain_bytes,
         fits_without_us=case.plain_bytes <= case.room_bytes,
         notes=_notes(case),
-        problems=case.problems(outcome.host_bytes_taken),
+        problems=case.problems(plan),
         use=request.use,
         lora=request.lora,
         call=call_of(request, budgets, footprint.on_device),
@@ -218,10 +218,11 @@ def _changes(setting: _Setting) -> tuple[Change, ...]:
     def step_of(request: ForecastRequest) -> tuple[float | None, float | None] | None:
         other = _set_up(request).case
         try:
-            outcome = other.run(other.plan())
+            plan = other.plan()
+            outcome = other.run(plan)
         except CapacityError:
             return None
-        if other.problems(outcome.host_bytes_taken):
+        if other.problems(plan):
             return None
         if other.known is None:
             return None, None

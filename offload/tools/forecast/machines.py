@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from offload.core.config import format_size
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.strict_json import printable
 from offload.planning import profile
@@ -98,9 +99,16 @@ def _own() -> TargetMachine:
 
 
 def _described(found: Profile) -> TargetMachine:
+    has = [f"{format_size(found.memory_bytes)} of memory"] if found.memory_bytes else []
+    has += (
+        [f"{found.device} of {format_size(found.device_memory_bytes)}"]
+        if found.device_memory_bytes
+        else []
+    )
+    origin = "published figures, not measured by us"
     if found.is_measured:
-        return TargetMachine(found, f"measured {found.date}: {found.cpu}, {found.cores} cores")
-    return TargetMachine(found, "published figures, not measured by us")
+        origin = f"measured {found.date}: {found.cpu}, {found.cores} cores"
+    return TargetMachine(found, ", ".join([origin, *has]))
 
 
 def with_drives(machine: Profile, count: int) -> Profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,11 +29,12 @@ class ForecastRequest:
     """A request for the forecast of a training.
 
     host_bytes, device_bytes: budgets; None: the machine's usual ones. drives: how many; None: those
-    that the machine has. dtype: None: the model's own. save_every: steps between checkpoints; None:
-    never. endurance_tb: terabytes written that one drive is rated for. on: a profile's file, or the
-    name of a shipped one; None: this machine's own. use: the call that the training uses. lora: the
-    rank of the adapters that are trained, beside a frozen model; None: the model is. full: simulate
-    every layer and every chunk; otherwise those that are alike are taken from a few.
+    that the machine has. drive_bytes: free on them; None: not known. dtype: None: the model's own.
+    save_every: steps between checkpoints; None: never. endurance_tb: terabytes written that one
+    drive is rated for. on: a profile's file, or the name of a shipped one; None: this machine's
+    own. use: the call that the training uses. lora: the rank of the adapters that are trained,
+    beside a frozen model; None: the model is. full: simulate every layer and every chunk; otherwise
+    those that are alike are taken from a few.
     """
 
     model: str
@@ -46,6 +48,7 @@ class ForecastRequest:
     host_bytes: int | None = None
     device_bytes: int | None = None
     drives: int | None = None
+    drive_bytes: int | None = None
     activations: str = "keep"
     on: str | None = None
     endurance_tb: float | None = None
@@ -79,6 +82,8 @@ class ForecastRequest:
                 "activations: wrap cannot offload them, since it has no part in the model; take "
                 '"recompute", and checkpoint the layers in the model itself, or use prepare'
             )
+        if "nvme" in known:
+            made["drive_bytes"] = _free_bytes(known["nvme"])
         made["shape"] = Shape(**{name: known[name] for name in _SHAPE if name in known})
         return cls(model=os.fspath(model), **made)
 
@@ -107,13 +112,23 @@ def _terabytes(name: str, value: object) -> float:
 
 def _count_directories(name: str, value: Any) -> int:
     """Return the number of drives that are given by their directories, which must exist."""
-    paths = [Path(path) for path in ([value] if isinstance(value, str | os.PathLike) else value)]
+    paths = _paths(value)
     for path in paths:
         if not path.is_dir():
             raise ConfigError(
                 f"{name}: {printable(path)} is not a directory; make it, or give another"
             )
     return len(paths)
+
+
+def _paths(value: Any) -> list[Path]:
+    return [Path(path) for path in ([value] if isinstance(value, str | os.PathLike) else value)]
+
+
+def _free_bytes(value: Any) -> int:
+    """Return the bytes that are free for us on the file systems of these directories."""
+    free = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in _paths(value)}
+    return sum(free.values())
 
 
 def _yes_or_no(name: str, value: object) -> bool:

@@ -160,7 +160,7 @@ def _fits(machine: Profile, drives: int, lora: bool, size: str) -> bool:
     except CapacityError:
         return False
     has_room = plan.disk_room_bytes <= drives * _DRIVE_BYTES
-    return has_room and not case.problems(plan.host_bytes)
+    return has_room and not case.problems(plan)
 
 
 def _step_s(machine: Profile, drives: int, lora: bool, size: str) -> float:
