@@ -41,8 +41,7 @@ class Limit:
         count = self.kills() - kills_before
         if code == -signal.SIGKILL and count > 0:
             return f"killed by the kernel (oom_kill {count})"
-        last = said.rstrip().rpartition("\n")[2]  # the error itself, below its traceback
-        found = [word for word in WORDS if word in last]
+        found = [word for word in WORDS if word in said.rstrip().rpartition("\n")[2]]
         return found[0] if code != 0 and found else None
 
     def close(self) -> None:
