@@ -212,8 +212,8 @@ def _flux_input(config: Mapping[str, Any], texts: Texts) -> dict[str, Tensor]:
         "encoder_hidden_states": texts.values(_PROMPT, config["joint_attention_dim"]),
         "pooled_projections": texts.values(config["pooled_projection_dim"]),
         "timestep": texts.values(),
-        "img_ids": torch.zeros(texts.sequence, axes, device=texts.device),
-        "txt_ids": torch.zeros(_PROMPT, axes, device=texts.device),
+        "img_ids": torch.zeros(texts.sequence, axes, dtype=torch.float32, device=texts.device),
+        "txt_ids": torch.zeros(_PROMPT, axes, dtype=torch.float32, device=texts.device),
     }
     return made | ({"guidance": texts.values()} if config.get("guidance_embeds") else {})
 

@@ -39,8 +39,9 @@ class Texts:
     def values(self, *shape: int) -> Tensor:
         """Make normal values in fp32, of that shape for each text."""
         if self.device.type == "meta":
-            return torch.empty(self.batch, *shape, device=self.device)
-        made = torch.randn(self.batch, *shape, generator=self.generator, device="cpu")
+            return torch.empty(self.batch, *shape, dtype=torch.float32, device=self.device)
+        size = self.batch, *shape
+        made = torch.randn(*size, generator=self.generator, dtype=torch.float32, device="cpu")
         return made.to(self.device)
 
 
